@@ -1,0 +1,80 @@
+"""Every error that turnmill raises.
+
+    TurnmillError
+    ├── UsageError            a command or a call was wrong: exit 2
+    │   ├── BadInput          a line of an input file is wrong; says FILE:LINE
+    │   ├── BadTurn           a turn cannot be built or hashed
+    │   ├── ManifestChanged   a run's name is taken by other input or settings
+    │   └── RunInUse          a run already has a live producer
+    ├── RedisUnusable         Redis refuses for good (password, version, command): exit 3
+    ├── QueueFull             Redis has no room for more turns now; ask again later
+    ├── RecordError           a stored record cannot be read
+    │   └── NewerRecord       it was written by a newer turnmill; leave it alone
+    └── TurnFailed            a turn ended as a failure; carries the Failure
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from turnmill.reply import Failure
+
+
+class TurnmillError(Exception):
+    """Base of all errors that turnmill raises on purpose."""
+
+
+class UsageError(TurnmillError):
+    """A command or a call was wrong; nothing was done."""
+
+
+class BadInput(UsageError):
+    """A line of an input file is wrong.
+
+    Attributes: path (as given), line (1-based; 0 for the whole file), what.
+    """
+
+    def __init__(self, path: str, line: int, what: str) -> None:
+        self.path, self.line, self.what = path, line, what
+        where = f"{path}:{line}" if line else path
+        super().__init__(f"{where}: {what}")
+
+
+class BadTurn(UsageError):
+    """A turn cannot be built or hashed: the text says which field and why."""
+
+
+class ManifestChanged(UsageError):
+    """A run of this name exists with other input or other settings."""
+
+
+class RunInUse(UsageError):
+    """A run already has a live producer; the text names it."""
+
+
+class RedisUnusable(TurnmillError):
+    """Redis answered with an error that waiting does not mend."""
+
+
+class QueueFull(TurnmillError):
+    """Redis is short of memory for more turns; what is queued goes on. Ask again later."""
+
+
+class RecordError(TurnmillError):
+    """A stored record cannot be read as what its key says it is."""
+
+
+class NewerRecord(RecordError):
+    """A record was written in a newer wire version than this turnmill reads."""
+
+
+class TurnFailed(TurnmillError):
+    """A turn ended as a failure.
+
+    Attributes: failure (turnmill.reply.Failure).
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(f"turn {failure.hash[:12]} failed: {failure.kind}: {failure.text}")

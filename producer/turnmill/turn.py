@@ -1,0 +1,171 @@
+"""A turn, and its identity.
+
+The request hash is SHA-256 over the RFC 8785 canonical JSON of the fields that change the
+answer (docs/hash.md lists what is in and what is not, and why). That canonical JSON is also the
+turn's stored body, so whoever holds a body can check it against its key by hashing its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import rfc8785
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from turnmill.errors import BadTurn
+
+HASH_VERSION = 1
+"""Part of the hashed JSON; it changes only if the meaning of an existing field changes."""
+
+_MAX_EXACT_INT = 2**53 - 1
+
+
+class Message(BaseModel):
+    """One chat message in OpenAI's shape. Keys that are not listed here are kept as they are."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class Tool(BaseModel):
+    """One tool in OpenAI's shape. Unknown keys are kept: benchmarks send them."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    type: str = "function"
+    function: dict[str, Any] | None = None
+
+
+class Sampling(BaseModel):
+    """Sampling parameters by OpenAI's names. A field that is not set is left to the engine, which
+    takes it from the model's `generation_config.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop: list[str] | None = None
+    seed: int | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    ignore_eos: bool | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_is_a_list(cls, value: Any) -> Any:
+        """OpenAI takes one string or a list; an empty list means none."""
+        if isinstance(value, str):
+            return [value]
+        return value or None
+
+
+class Turn(BaseModel):
+    """One request for one assistant message.
+
+    `sample` tells draws apart: two turns that differ only in it are two draws from the same
+    distribution, and are never merged.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Annotated[str, Field(min_length=1)]
+    revision: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    sampling: Sampling = Sampling()
+    sample: Annotated[int, Field(ge=0, le=_MAX_EXACT_INT)] = 0
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _no_tools_is_absent(cls, value: Any) -> Any:
+        return value or None
+
+    @property
+    def shared(self) -> bool:
+        """Whether everybody who asks this may be given the same answer: it is greedy or seeded."""
+        return self.sampling.temperature == 0 or self.sampling.seed is not None
+
+    @cached_property
+    def body(self) -> bytes:
+        """The stored form: canonical JSON (UTF-8). Raises BadTurn if it has none."""
+        return _canonical(self._identity(), tag_integers=False)
+
+    @cached_property
+    def hash(self) -> str:
+        """The request hash: 64 hex digits. Raises BadTurn if the turn has no canonical JSON."""
+        return hashlib.sha256(_canonical(self._identity(), tag_integers=True)).hexdigest()
+
+    def _identity(self) -> dict[str, Any]:
+        fields = self.model_dump(exclude_none=True)
+        if not fields["sampling"]:
+            del fields["sampling"]
+        return {"v": HASH_VERSION, **fields}
+
+    @classmethod
+    def from_body(cls, data: dict[str, Any]) -> Turn:
+        """The turn of a decoded body. Raises BadTurn with the fields that are wrong."""
+        try:
+            return cls.model_validate({k: v for k, v in data.items() if k != "v"})
+        except ValidationError as error:
+            raise BadTurn(explain(error)) from None
+
+
+def explain(error: ValidationError) -> str:
+    """A pydantic error as one line: where and what, without pydantic's own decoration."""
+    parts = []
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        where = ".".join(str(step) for step in item["loc"])
+        parts.append(f"{where}: {item['msg']}" if where else item["msg"])
+    return "; ".join(parts)
+
+
+def _canonical(value: dict[str, Any], *, tag_integers: bool) -> bytes:
+    try:
+        return rfc8785.dumps(value)
+    except rfc8785.IntegerDomainError:
+        # JSON numbers are doubles to RFC 8785; tool schemas have larger integers. They are hashed
+        # as a tagged decimal string, exactly, and stored as they are.
+        return _with_large_integers(value, tag_integers)
+    except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
+        raise BadTurn(f"no canonical JSON: {error}") from None
+
+
+def _with_large_integers(value: dict[str, Any], tag_integers: bool) -> bytes:
+    try:
+        tagged = rfc8785.dumps(_tag(value))
+    except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
+        raise BadTurn(f"no canonical JSON: {error}") from None
+    if tag_integers:
+        return tagged
+    import json
+
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _tag(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tag(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_tag(item) for item in value]
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _MAX_EXACT_INT:
+        return {"$int": str(value)}
+    return value
