@@ -1,16 +1,18 @@
 """Every error that turnmill raises.
 
-    TurnmillError
-    ├── UsageError            a command or a call was wrong: exit 2
-    │   ├── BadInput          a line of an input file is wrong; says FILE:LINE
-    │   ├── BadTurn           a turn cannot be built or hashed
-    │   ├── ManifestChanged   a run's name is taken by other input or settings
-    │   └── RunInUse          a run already has a live producer
-    ├── RedisUnusable         Redis refuses for good (password, version, command): exit 3
-    ├── QueueFull             Redis has no room for more turns now; ask again later
-    ├── RecordError           a stored record cannot be read
-    │   └── NewerRecord       it was written by a newer turnmill; leave it alone
-    └── TurnFailed            a turn ended as a failure; carries the Failure
+TurnmillError
+├── UsageError            a command or a call was wrong: exit 2
+│   ├── BadInput          a line of an input file is wrong; says FILE:LINE
+│   ├── BadLines          all the lines of an input file that are wrong
+│   ├── BadTurn           a turn cannot be built or hashed
+│   ├── ManifestChanged   a run's name is taken by other input or settings
+│   └── RunInUse          a run already has a live producer
+├── RedisUnusable         Redis refuses for good (password, version, command): exit 3
+├── CannotWrite           a folder or file of turnmill's own cannot be written: exit 3
+├── QueueFull             Redis has no room for more turns now; ask again later
+├── RecordError           a stored record cannot be read
+│   └── NewerRecord       it was written by a newer turnmill; leave it alone
+└── TurnFailed            a turn ended as a failure; carries the Failure
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from turnmill.reply import Failure
 
 
@@ -41,6 +45,22 @@ class BadInput(UsageError):
         super().__init__(f"{where}: {what}")
 
 
+class BadLines(UsageError):
+    """Lines of an input file are wrong; nothing of it was taken. The text shows the first of them.
+
+    Attributes: bad (the BadInput of every wrong line, in the file's order).
+    """
+
+    SHOWN = 20
+
+    def __init__(self, bad: Sequence[BadInput]) -> None:
+        self.bad = list(bad)
+        lines = [str(one) for one in self.bad[: self.SHOWN]]
+        if len(self.bad) > self.SHOWN:
+            lines.append(f"... and {len(self.bad) - self.SHOWN} more bad lines")
+        super().__init__("\n".join(lines))
+
+
 class BadTurn(UsageError):
     """A turn cannot be built or hashed: the text says which field and why."""
 
@@ -55,6 +75,13 @@ class RunInUse(UsageError):
 
 class RedisUnusable(TurnmillError):
     """Redis answered with an error that waiting does not mend."""
+
+
+class CannotWrite(TurnmillError):
+    """A folder or file of turnmill's own cannot be written; the text says which and why."""
+
+    def __init__(self, path: object, error: OSError) -> None:
+        super().__init__(f"cannot write {path}: {error.strerror or error}")
 
 
 class QueueFull(TurnmillError):

@@ -75,8 +75,9 @@ class EngineIdentity(_Record):
 
 
 class Times(_Record):
-    """Unix times in seconds, by the worker's clock; `enqueued` and `stored` are left to Redis."""
+    """Unix times in seconds: `enqueued` by Redis's clock, all others by the worker's."""
 
+    enqueued: float | None = None
     claimed: float | None = None
     rendered: float | None = None
     sent: float | None = None
@@ -85,18 +86,27 @@ class Times(_Record):
     finished: float | None = None
 
 
+class Try(_Record):
+    """A claim of a turn that ended without an answer. `outcome`: lapse, death, drain, handback, retry.
+    `at`: Unix time in seconds, by Redis's clock."""
+
+    worker: str
+    outcome: str
+    at: float
+
+
 class Trace(_Record):
     """How a turn was answered, or why it was not. The request hash never reads it.
 
     `request` is what the engine was sent: `{endpoint, prompt_tokens, prompt_digest, sampling}`.
+    `earlier` are the tries before this one. `outcome`: completed, capped or failed.
     """
 
     hash: str
     worker: str
-    tries: int = 1
+    outcome: str
+    earlier: list[Try] = []
     engine: EngineIdentity | None = None
     request: dict[str, Any] | None = None
     times: Times = Times()
     cached_tokens: int = 0
-    resumed_at: int | None = None
-    outcome: str = ""

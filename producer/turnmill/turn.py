@@ -107,12 +107,12 @@ class Turn(BaseModel):
     @cached_property
     def body(self) -> bytes:
         """The stored form: canonical JSON (UTF-8). Raises BadTurn if it has none."""
-        return _canonical(self._identity(), tag_integers=False)
+        return canonical_json(self._identity(), tag_integers=False)
 
     @cached_property
     def hash(self) -> str:
         """The request hash: 64 hex digits. Raises BadTurn if the turn has no canonical JSON."""
-        return hashlib.sha256(_canonical(self._identity(), tag_integers=True)).hexdigest()
+        return hashlib.sha256(canonical_json(self._identity(), tag_integers=True)).hexdigest()
 
     def _identity(self) -> dict[str, Any]:
         fields = self.model_dump(exclude_none=True)
@@ -138,7 +138,9 @@ def explain(error: ValidationError) -> str:
     return "; ".join(parts)
 
 
-def _canonical(value: dict[str, Any], *, tag_integers: bool) -> bytes:
+def canonical_json(value: dict[str, Any], *, tag_integers: bool) -> bytes:
+    """RFC 8785 canonical JSON, in UTF-8. Integers beyond 2^53-1, which it has not, become
+    `{"$int": "..."}` with `tag_integers`, else stay as they are. Raises BadTurn if there is none."""
     try:
         return rfc8785.dumps(value)
     except rfc8785.IntegerDomainError:

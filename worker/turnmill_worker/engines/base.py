@@ -71,8 +71,9 @@ class Progress:
         if tokens > self.tokens:
             self.tokens, self.last_token = tokens, now
 
-    def times(self, claimed: float | None = None) -> Times:
+    def times(self, enqueued: float, claimed: float) -> Times:
         return Times(
+            enqueued=enqueued,
             claimed=claimed,
             rendered=self.rendered,
             sent=self.sent,

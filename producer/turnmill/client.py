@@ -1,0 +1,440 @@
+"""For services: submit turns, wait for them, read what is stored.
+
+One Client serves thousands of waiters: asks of the same moment travel in one ENQUEUE, and one reader per
+model follows the stream of finished turns. A slow poll, which is ENQUEUE again, finds what the stream
+may have missed and puts back what Redis may have lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from redis.exceptions import RedisError
+
+from turnmill.errors import TurnmillError, UsageError
+from turnmill.faults import passes, patiently, translate
+from turnmill.queue import BATCH_BYTES, BATCH_TURNS, Ask, Depth, Lane, Queue, State
+from turnmill.reply import Reply, Trace
+from turnmill.settings import Farm, check_name
+from turnmill.store import Ending, RunInfo, Store, WorkerInfo
+from turnmill.turn import Turn
+from turnmill.wire import encode_turn
+
+log = logging.getLogger("turnmill.client")
+
+POLL_SECONDS = 20.0
+STREAM_BLOCK_MS = 1000
+STREAM_READ = 5000
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class _Pending:
+    """A turn that somebody here waits for."""
+
+    turn: Turn
+    ask: Ask
+    state: asyncio.Future[State]
+    ending: asyncio.Future[Ending]
+
+
+@dataclass(frozen=True)
+class FarmStatus:
+    """A farm at a glance: workers that live, depth of each model's queue, counters of each run."""
+
+    workers: list[WorkerInfo]
+    queues: dict[str, Depth]
+    runs: list[RunInfo]
+
+    def unserved(self) -> list[str]:
+        """Models with turns that wait and no live worker."""
+        served = {worker.model for worker in self.workers}
+        return [m for m, depth in self.queues.items() if depth.queued and m not in served]
+
+
+@dataclass
+class _Lane:
+    """What a Client keeps of one model: asks not yet sent, and the task that follows its stream."""
+
+    unsent: list[_Pending] = field(default_factory=list)
+    flush: asyncio.Task[None] | None = None
+    reader: asyncio.Task[None] | None = None
+
+
+class Client:
+    """An asynchronous client, bound to the event loop that it is entered in.
+
+    `url`, `namespace`: else `REDIS_URL`, `TURNMILL_NAMESPACE`. `run`: the run that its turns belong to.
+    `priority`: 0 to 9, larger first. `weight`: share beside runs of equal priority. `deadline`: seconds
+    until a turn is given up. `patience`: seconds to go on trying while Redis is away or full (None: for
+    ever).
+
+    Methods raise UsageError, RedisUnusable, QueueFull, or redis-py's ConnectionError when patience ends.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        namespace: str | None = None,
+        run: str = "adhoc",
+        priority: int = 5,
+        weight: float = 1.0,
+        deadline: float | None = None,
+        patience: float | None = 60.0,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        if not 0 <= priority <= 9:
+            raise UsageError(f"priority {priority}: 0 to 9")
+        if not weight > 0:
+            raise UsageError(f"weight {weight}: must be above 0")
+        self.farm = Farm.from_environment(url, namespace)
+        self.lane = Lane(check_name(run, "run"), priority, weight, deadline)
+        self._patience, self._poll_seconds = patience, poll_seconds
+        self._redis = self.farm.connect()
+        self.store = Store(self._redis, self.farm.keys)
+        self.queue = Queue(self._redis, self.farm.keys)
+        self._pending: dict[str, _Pending] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._poller: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop waiting. Turns that were submitted stay submitted."""
+        tasks = [
+            self._poller,
+            *(t for lane in self._lanes.values() for t in (lane.flush, lane.reader)),
+        ]
+        running = [task for task in tasks if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for pending in self._pending.values():
+            pending.state.cancel()
+            pending.ending.cancel()
+        self._pending.clear()
+        await self._redis.aclose(close_connection_pool=True)
+
+    # Asking
+
+    async def submit(self, turn: Turn, *, going: bool = False, retry_failed: bool = False) -> str:
+        """Put one turn into the queue; returns its hash once it is there (or answered already).
+
+        `going`: the next turn of a conversation that is under way; it goes ahead of new ones.
+        `retry_failed`: ask again also what failed for good (poison, invalid request).
+        """
+        pending = self._ask(turn, going=going, retry_failed=retry_failed)
+        await asyncio.shield(pending.state)
+        return turn.hash
+
+    async def submit_many(self, turns: Iterable[Turn], *, retry_failed: bool = False) -> list[str]:
+        """Put many turns into the queue; returns their hashes, in order."""
+        asked = [self._ask(turn, retry_failed=retry_failed) for turn in turns]
+        await asyncio.gather(*(asyncio.shield(pending.state) for pending in asked))
+        return [pending.ask.hash for pending in asked]
+
+    async def ask(self, turn: Turn, *, going: bool = False, retry_failed: bool = False) -> Ending:
+        """Submit one turn and wait until it has ended."""
+        pending = self._ask(turn, going=going, retry_failed=retry_failed)
+        return await self._ending(pending)
+
+    async def wait(self, hash: str, timeout: float | None = None) -> Ending:
+        """Wait until a turn has ended. It may have been submitted by anybody. Raises TimeoutError, and
+        UsageError when nothing is known of that hash."""
+        pending = self._pending.get(hash)
+        if pending is None:
+            endings = await self._read(lambda: self.store.endings(self.lane.run, [hash]))
+            if hash in endings:
+                return endings[hash]
+            turn = await self._read(lambda: self.store.turn(hash))
+            if turn is None:
+                raise UsageError(f"no turn {hash} is known here")
+            pending = self._ask(turn, fresh=False)
+        return await asyncio.wait_for(self._ending(pending), timeout)
+
+    async def as_ended(
+        self, hashes: Sequence[str], timeout: float | None = None
+    ) -> AsyncIterator[tuple[str, Ending]]:
+        """Hashes and endings, in the order in which they end. Raises TimeoutError."""
+
+        async def named(hash: str) -> tuple[str, Ending]:
+            return hash, await self.wait(hash)
+
+        for next_one in asyncio.as_completed([named(hash) for hash in hashes], timeout=timeout):
+            yield await next_one
+
+    async def wait_many(
+        self, hashes: Sequence[str], timeout: float | None = None
+    ) -> dict[str, Ending]:
+        """Endings by hash, once all have ended. Raises TimeoutError."""
+        return {hash: ending async for hash, ending in self.as_ended(hashes, timeout)}
+
+    async def cancel(self, hashes: Sequence[str]) -> int:
+        """Leave these turns. One that another run wants goes on for that run; of others the worker is
+        told. Returns how many were left: those that had ended are not counted."""
+        left = 0
+        by_model: dict[str, list[str]] = {}
+        for hash in hashes:
+            pending = self._pending.get(hash)
+            turn = pending.turn if pending else await self._read(partial(self.store.turn, hash))
+            if turn is not None:
+                by_model.setdefault(turn.model, []).append(hash)
+        for model, of_model in by_model.items():
+            for start in range(0, len(of_model), BATCH_TURNS):
+                some = of_model[start : start + BATCH_TURNS]
+                left += await self._read(partial(self.queue.cancel, model, self.lane.run, some))
+        return left
+
+    # Reading
+
+    async def result(self, hash: str) -> Ending | None:
+        """How a turn ended; None while it is open or unknown."""
+        return (await self._read(lambda: self.store.endings(self.lane.run, [hash]))).get(hash)
+
+    async def reply(self, hash: str) -> Reply | None:
+        return await self._read(lambda: self.store.reply(hash))
+
+    async def trace(self, hash: str) -> Trace | None:
+        """How a turn was answered, or why it was not; None while it is open or unknown."""
+        return await self._read(lambda: self.store.trace(hash))
+
+    async def status(self) -> FarmStatus:
+        async def read() -> FarmStatus:
+            workers = await self.store.workers()
+            models = sorted({*await self.store.models(), *(worker.model for worker in workers)})
+            queues = {model: await self.queue.depth(model) for model in models}
+            return FarmStatus(workers, queues, await self.store.runs())
+
+        return await self._read(read)
+
+    async def _read(self, attempt: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        return await patiently(attempt, patience=self._patience, doing="reading")
+
+    # One ENQUEUE for all asks of a moment
+
+    def _ask(
+        self, turn: Turn, *, fresh: bool = True, going: bool = False, retry_failed: bool = False
+    ) -> _Pending:
+        pending = self._pending.get(turn.hash)
+        if pending is not None and not pending.ending.done():
+            return pending
+        loop = asyncio.get_running_loop()
+        ask = Ask(turn.hash, encode_turn(turn), fresh, going, retry_failed)
+        pending = _Pending(turn, ask, loop.create_future(), loop.create_future())
+        self._pending[turn.hash] = pending
+        self._send(turn.model, [pending])
+        if self._poller is None:
+            self._poller = loop.create_task(self._poll())
+        return pending
+
+    async def _ending(self, pending: _Pending) -> Ending:
+        return await asyncio.shield(pending.ending)
+
+    def _send(self, model: str, pending: list[_Pending]) -> None:
+        lane = self._lanes.setdefault(model, _Lane())
+        lane.unsent += pending
+        if lane.flush is None or lane.flush.done():
+            lane.flush = asyncio.get_running_loop().create_task(self._flush(model, lane))
+
+    async def _flush(self, model: str, lane: _Lane) -> None:
+        """Send what is unsent. Tasks that are ready now have their say first: it is one batch."""
+        await asyncio.sleep(0)
+        while lane.unsent:
+            batch = _take_batch(lane.unsent)
+            try:
+                await self._enqueue(model, lane, batch)
+            except (TurnmillError, RedisError, OSError) as error:
+                for pending in batch:
+                    self._drop(pending, error)
+
+    async def _enqueue(self, model: str, lane: _Lane, batch: list[_Pending]) -> None:
+        asks = [pending.ask for pending in batch]
+        position, states = await patiently(
+            lambda: self.queue.enqueue(model, asks, self.lane),
+            patience=self._patience,
+            doing=f"enqueuing {len(asks)} turns",
+        )
+        if lane.reader is None:
+            lane.reader = asyncio.get_running_loop().create_task(self._follow(model, position))
+        ended, unknown = [], []
+        for pending, state in zip(batch, states, strict=True):
+            # From now on it is only polled for: asking afresh again would undo a cancel.
+            pending.ask = Ask(pending.ask.hash, fresh=False, going=pending.ask.going)
+            if state == "unknown":
+                unknown.append(pending)
+            elif not pending.state.done():
+                pending.state.set_result(state)
+            if state in ("answered", "failed", "cancelled", "deadline"):
+                ended.append(pending.ask.hash)
+        if ended:
+            await self._resolve(ended)
+        for pending in unknown:
+            body = encode_turn(pending.turn)
+            pending.ask = Ask(pending.ask.hash, body, fresh=False, going=pending.ask.going)
+        if unknown:
+            self._send(model, unknown)
+
+    # Hearing that turns have ended
+
+    async def _follow(self, model: str, position: str) -> None:
+        """Follow a model's stream of finished turns, for all who wait here."""
+        key = self.farm.keys.finished(model)
+        while True:
+            try:
+                streams = await self._redis.xread(
+                    {key: position}, count=STREAM_READ, block=STREAM_BLOCK_MS
+                )
+                for _, entries in streams:
+                    hashes = {entry[b"h"].decode() for _, entry in entries} & self._pending.keys()
+                    await self._resolve(list(hashes))
+                    position = entries[-1][0]
+            except (RedisError, OSError) as error:
+                if not passes(error) and isinstance(error, RedisError):
+                    self._fail_all(model, translate(error))
+                    return
+                await asyncio.sleep(0.1)
+
+    async def _poll(self) -> None:
+        """Ask again, slowly, for all that is waited for."""
+        while True:
+            await asyncio.sleep(self._poll_seconds * random.uniform(0.8, 1.2))
+            by_model: dict[str, list[_Pending]] = {}
+            for pending in self._pending.values():
+                if pending.state.done():
+                    by_model.setdefault(pending.turn.model, []).append(pending)
+            for model, waiting in by_model.items():
+                self._send(model, waiting)
+
+    async def _resolve(self, hashes: list[str]) -> None:
+        try:
+            endings = await patiently(
+                lambda: self.store.endings(self.lane.run, hashes),
+                patience=self._patience,
+                doing=f"reading {len(hashes)} replies",
+            )
+        except TurnmillError as error:
+            # One record that cannot be read must not take the others with it.
+            if len(hashes) == 1:
+                if hashes[0] in self._pending:
+                    self._drop(self._pending[hashes[0]], error)
+                return
+            for hash in hashes:
+                await self._resolve([hash])
+            return
+        for hash, ending in endings.items():
+            pending = self._pending.pop(hash, None)
+            if pending is None:
+                continue
+            if not pending.state.done():
+                pending.state.set_result("answered" if isinstance(ending, Reply) else "failed")
+            if not pending.ending.done():
+                pending.ending.set_result(ending)
+
+    def _drop(self, pending: _Pending, error: Exception) -> None:
+        self._pending.pop(pending.ask.hash, None)
+        for future in (pending.state, pending.ending):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # whoever waits still gets it; nobody waiting is no error
+
+    def _fail_all(self, model: str, error: Exception) -> None:
+        for pending in [p for p in self._pending.values() if p.turn.model == model]:
+            self._drop(pending, error)
+
+
+def _take_batch(unsent: list[_Pending]) -> list[_Pending]:
+    size, count = 0, 0
+    for pending in unsent[:BATCH_TURNS]:
+        size += len(pending.ask.body)
+        if count and size > BATCH_BYTES:
+            break
+        count += 1
+    batch = unsent[:count]
+    del unsent[:count]
+    return batch
+
+
+class BlockingClient:
+    """A Client for code without an event loop: the same calls, each returning when it is done.
+
+    It runs a Client in a thread of its own and may be used from any thread. Arguments as for Client.
+    """
+
+    def __init__(self, url: str | None = None, **options: Any) -> None:
+        self._client = Client(url, **options)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="turnmill-client", daemon=True
+        )
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._run(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def submit(self, turn: Turn) -> str:
+        return self._run(self._client.submit(turn))
+
+    def submit_many(self, turns: Iterable[Turn]) -> list[str]:
+        return self._run(self._client.submit_many(turns))
+
+    def ask(self, turn: Turn) -> Ending:
+        return self._run(self._client.ask(turn))
+
+    def wait(self, hash: str, timeout: float | None = None) -> Ending:
+        return self._run(self._client.wait(hash, timeout))
+
+    def wait_many(self, hashes: Sequence[str], timeout: float | None = None) -> dict[str, Ending]:
+        return self._run(self._client.wait_many(hashes, timeout))
+
+    def cancel(self, hashes: Sequence[str]) -> int:
+        return self._run(self._client.cancel(hashes))
+
+    def result(self, hash: str) -> Ending | None:
+        return self._run(self._client.result(hash))
+
+    def reply(self, hash: str) -> Reply | None:
+        return self._run(self._client.reply(hash))
+
+    def trace(self, hash: str) -> Trace | None:
+        return self._run(self._client.trace(hash))
+
+    def status(self) -> FarmStatus:
+        return self._run(self._client.status())
+
+    def _run(self, call: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()

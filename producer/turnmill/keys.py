@@ -1,0 +1,108 @@
+"""Every Redis key name. docs/protocol.md says what is in them.
+
+All keys begin with the namespace, so that teams can share a Redis. The scripts compute the names of a
+model's queue and of a turn's records from two prefixes, `Keys.prefix` and `Keys.queue(model)`, by the same
+rules as here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_NAMESPACE = "turnmill"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The key names of one namespace."""
+
+    namespace: str = DEFAULT_NAMESPACE
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.namespace}:"
+
+    # One turn, by request hash.
+
+    def body(self, hash: str) -> str:
+        return f"{self.prefix}b:{hash}"
+
+    def reply(self, hash: str) -> str:
+        return f"{self.prefix}r:{hash}"
+
+    def trace(self, hash: str) -> str:
+        return f"{self.prefix}x:{hash}"
+
+    def failure(self, hash: str) -> str:
+        return f"{self.prefix}f:{hash}"
+
+    def leavers(self, hash: str) -> str:
+        return f"{self.prefix}c:{hash}"
+
+    # The queue of one model: this and a name below.
+
+    def queue(self, model: str) -> str:
+        return f"{self.prefix}q:{model}:"
+
+    def finished(self, model: str) -> str:
+        return f"{self.queue(model)}finished"
+
+    def wake(self, model: str) -> str:
+        return f"{self.queue(model)}wake"
+
+    def leases(self, model: str) -> str:
+        return f"{self.queue(model)}leases"
+
+    def owners(self, model: str) -> str:
+        return f"{self.queue(model)}owners"
+
+    def due(self, model: str) -> str:
+        return f"{self.queue(model)}due"
+
+    def suspects(self, model: str) -> str:
+        return f"{self.queue(model)}suspects"
+
+    def classes(self, model: str) -> str:
+        return f"{self.queue(model)}fed"
+
+    def ready(self, model: str, priority: str) -> str:
+        return f"{self.queue(model)}ready:{priority}"
+
+    def going(self, model: str, priority: str, run: str) -> str:
+        return f"{self.queue(model)}going:{priority}:{run}"
+
+    def new(self, model: str, priority: str, run: str) -> str:
+        return f"{self.queue(model)}new:{priority}:{run}"
+
+    def turns(self, model: str, run: str) -> str:
+        return f"{self.queue(model)}turns:{run}"
+
+    # The farm.
+
+    @property
+    def lease(self) -> str:
+        return f"{self.prefix}lease"
+
+    @property
+    def models(self) -> str:
+        return f"{self.prefix}models"
+
+    @property
+    def workers(self) -> str:
+        return f"{self.prefix}workers"
+
+    def worker(self, worker: str) -> str:
+        return f"{self.prefix}worker:{worker}"
+
+    @property
+    def runs(self) -> str:
+        return f"{self.prefix}runs"
+
+    def run(self, run: str) -> str:
+        return f"{self.prefix}run:{run}"
+
+    def manifest(self, run: str) -> str:
+        return f"{self.prefix}manifest:{run}"
+
+    def producer(self, run: str) -> str:
+        return f"{self.prefix}producer:{run}"

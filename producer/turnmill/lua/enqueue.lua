@@ -1,0 +1,119 @@
+-- ENQUEUE: one run asks for a batch of turns of one model.
+-- ARGV: run, class (one digit), weight, deadline (ms from now; 0: none), then per ask: hash, flags, body.
+-- flags: f  fresh: asked for anew, so an earlier cancel or failure is over (without it: a poll)
+--        g  the next turn of a conversation that is going
+--        r  also ask again what failed for a reason that stays (poison, invalid_request)
+-- A poll may leave the body empty, and undoes nothing; `unknown` then means: send the body.
+-- Returns: stream position to read from, then per ask one of
+--   answered | failed | cancelled | deadline | queued | running | unknown
+local run, class, weight, deadline = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local RUN, TURNS, SWEEP = run_key(run), Q .. 'turns:' .. run, Q .. 'sweep:' .. run
+local STAYS = { poison = true, invalid_request = true }
+
+-- Room for what is queued to be answered: replies and traces come on top of the bodies.
+local function full()
+  local info = C('INFO', 'memory')
+  local limit = tonumber(info:match('\nmaxmemory:(%d+)'))
+  if not limit or limit == 0 then return false end
+  local queued = C('ZCARD', LEASES) + C('ZCARD', SUSPECTS)
+  for _, c in ipairs(C('HKEYS', Q .. 'fed')) do
+    for _, r in ipairs(C('ZRANGE', Q .. 'ready:' .. c, 0, 99)) do
+      queued = queued + C('LLEN', Q .. 'going:' .. c .. ':' .. r) + C('LLEN', Q .. 'new:' .. c .. ':' .. r)
+    end
+  end
+  local stored = C('HMGET', Q .. 'stored', 'replies', 'bytes')
+  local mean = tonumber(stored[2] or 0) / math.max(1, tonumber(stored[1] or 0))
+  local used = tonumber(info:match('used_memory:(%d+)'))
+  return used + queued * (mean + 300) > 0.85 * limit
+end
+if full() then
+  return redis.error_reply('TURNMILLFULL Redis memory: what is queued would pass 85% of maxmemory')
+end
+
+local states, going, new, joined_turns = {}, {}, {}, {}
+local done, failed = 0, 0
+
+-- This run waits for the turn from now on. Returns whether it did not before.
+local function join(h)
+  if C('HSETNX', waiters_key(h), run, class .. now) == 0 then return false end
+  local how = C('HGET', leavers_key(h), run)
+  if how then
+    C('HDEL', leavers_key(h), run)
+    C('HINCRBY', RUN, how == 'cancelled' and 'cancelled' or 'failed', -1)
+  end
+  joined_turns[#joined_turns + 1] = h
+  if deadline > 0 then C('ZADD', Q .. 'deadlines', now + deadline, h .. run) end
+  return true
+end
+
+local sweeping = C('SISMEMBER', Q .. 'sweeping', run) == 1
+
+for i = 5, #ARGV, 3 do
+  local h, flags, body = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local fresh = flags:find('f', 1, true)
+  local swept = sweeping and C('SISMEMBER', SWEEP, h) == 1
+  local left = not fresh and (C('HGET', leavers_key(h), run) or (swept and 'cancelled'))
+  local state
+  if C('EXISTS', reply_key(h)) == 1 then
+    state = 'answered'
+    if join(h) then done = done + 1 end
+  elseif left then
+    state = left
+  else
+    if swept then C('SREM', SWEEP, h); C('SADD', TURNS, h) end
+    local kind, again = C('HGET', failure_key(h), 'kind'), false
+    if kind and fresh and (not STAYS[kind] or flags:find('r', 1, true)) then
+      C('RPUSH', N .. 'y:' .. h, C('HGET', failure_key(h), 'record'))
+      count(h, 'failed', -1)
+      C('DEL', failure_key(h))
+      kind, again = nil, true
+    end
+    if kind then
+      state = 'failed'
+      if join(h) then failed = failed + 1 end
+    elseif body == '' and C('EXISTS', body_key(h)) == 0 then
+      state = 'unknown'
+    else
+      -- A body that was missing means that no hint can be trusted to be there.
+      local restored = body ~= '' and C('SET', body_key(h), body, 'NX')
+      local joined = join(h)
+      if leased(h) then
+        state = 'running'
+      else
+        state = 'queued'
+        if joined or again or restored then
+          local hints = flags:find('g', 1, true) and going or new
+          hints[#hints + 1] = h
+        end
+      end
+    end
+  end
+  states[#states + 1] = state
+end
+
+-- unpack() of very many values overflows Lua's stack.
+local function each_thousand(command, key, values)
+  local added = 0
+  for i = 1, #values, 1000 do
+    added = added + C(command, key, unpack(values, i, math.min(#values, i + 999)))
+  end
+  return added
+end
+local total = each_thousand('SADD', TURNS, joined_turns)
+each_thousand('RPUSH', Q .. 'going:' .. class .. ':' .. run, going)
+each_thousand('RPUSH', Q .. 'new:' .. class .. ':' .. run, new)
+if #joined_turns > 0 then
+  C('SADD', N .. 'runs', run)
+  C('SADD', N .. 'models', Q)
+  C('HSET', RUN, 'weight', weight)
+  if total > 0 then C('HINCRBY', RUN, 'total', total) end
+  if done > 0 then C('HINCRBY', RUN, 'done', done) end
+  if failed > 0 then C('HINCRBY', RUN, 'failed', failed) end
+end
+if #going + #new > 0 then
+  activate(run, class)
+  wake()
+end
+local last = C('XREVRANGE', Q .. 'finished', '+', '-', 'COUNT', 1)
+table.insert(states, 1, last[1] and last[1][1] or '0-0')
+return states

@@ -1,0 +1,68 @@
+"""Where Redis is and how its keys begin, from arguments and the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, Redis
+
+from turnmill.errors import UsageError
+from turnmill.keys import DEFAULT_NAMESPACE, Keys
+
+SOCKET_SECONDS = 30
+"""An answer that takes longer means that the connection is dead. Above every blocking command's wait."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Farm:
+    """One farm: a Redis and a namespace in it.
+
+    `url`: `redis://`, `rediss://` (TLS) or `unix://`, as redis-py reads it.
+    """
+
+    url: str
+    namespace: str = DEFAULT_NAMESPACE
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.namespace)
+
+    @classmethod
+    def from_environment(cls, url: str | None = None, namespace: str | None = None) -> Farm:
+        """From arguments, else `REDIS_URL` and `TURNMILL_NAMESPACE`. Raises UsageError."""
+        url = url or os.environ.get("REDIS_URL")
+        if not url:
+            raise UsageError("no Redis: set REDIS_URL, for example redis://127.0.0.1:6379")
+        namespace = namespace or os.environ.get("TURNMILL_NAMESPACE") or DEFAULT_NAMESPACE
+        return cls(url, check_name(namespace, "namespace"))
+
+    def pool(self, connections: int) -> BlockingConnectionPool:
+        """A pool of connections to this farm's Redis, made when first used; who finds none free waits.
+        Raises UsageError for a URL that is none."""
+        options: dict[str, Any] = {"health_check_interval": 30, "socket_timeout": SOCKET_SECONDS}
+        if not self.url.startswith("unix:"):
+            options |= {"socket_keepalive": True, "socket_connect_timeout": 5}
+        try:
+            return BlockingConnectionPool.from_url(
+                self.url, max_connections=connections, timeout=None, **options
+            )
+        except ValueError as error:
+            raise UsageError(f"REDIS_URL {self.url!r}: {error}") from None
+
+    def connect(self) -> Redis:
+        """A client of this farm's Redis. Raises UsageError for a URL that is none."""
+        return Redis.from_pool(self.pool(connections=16))
+
+
+def check_name(name: str, what: str) -> str:
+    """The name, if it can be part of a key and of a file name. Raises UsageError."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{what} {name!r}: 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+        )
+    return name

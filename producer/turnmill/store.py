@@ -1,0 +1,144 @@
+"""What is kept: replies, failures, traces, runs, and which workers live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import from_json
+from redis.asyncio import Redis
+
+from turnmill.keys import Keys
+from turnmill.reply import EngineIdentity, Failure, Reply, Trace
+from turnmill.turn import Turn
+from turnmill.wire import decode, decode_turn
+
+Ending = Reply | Failure
+"""How a turn ended: a reply, or a failure (cancelled and past its deadline included)."""
+
+READ_BATCH = 200
+
+
+class WorkerInfo(BaseModel):
+    """What a worker says of itself, every few seconds. `state`: serving, draining or benched."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    host: str
+    pid: int
+    model: str
+    revision: str | None = None
+    engine: EngineIdentity
+    slots: int
+    context: int
+    running: int
+    state: str
+    started: float
+    heartbeat: float
+
+
+class RunInfo(BaseModel):
+    """The counters of a run, in turns."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    total: int = 0
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+
+
+class Store:
+    """Reads of one namespace. Raises redis-py's errors as they are, and RecordError."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis, self._keys = redis, keys
+
+    async def reply(self, hash: str) -> Reply | None:
+        data = await self._redis.get(self._keys.reply(hash))
+        return None if data is None else decode(Reply, data)
+
+    async def failure(self, hash: str) -> Failure | None:
+        data = await self._redis.hget(self._keys.failure(hash), "record")  # type: ignore[misc]
+        return None if data is None else decode(Failure, data)
+
+    async def trace(self, hash: str) -> Trace | None:
+        data = await self._redis.get(self._keys.trace(hash))
+        return None if data is None else decode(Trace, data)
+
+    async def turn(self, hash: str) -> Turn | None:
+        data = await self._redis.get(self._keys.body(hash))
+        return None if data is None else decode_turn(data)
+
+    async def endings(self, run: str, hashes: Sequence[str]) -> dict[str, Ending]:
+        """How these turns ended, for this run. Turns that are open are not in the result."""
+        endings: dict[str, Ending] = {}
+        for start in range(0, len(hashes), READ_BATCH):
+            endings.update(await self._endings(run, hashes[start : start + READ_BATCH]))
+        return endings
+
+    async def _endings(self, run: str, hashes: Sequence[str]) -> dict[str, Ending]:
+        endings: dict[str, Ending] = {}
+        unanswered = []
+        replies = await self._redis.mget([self._keys.reply(hash) for hash in hashes])
+        for hash, data in zip(hashes, replies, strict=True):
+            if data is None:
+                unanswered.append(hash)
+            else:
+                endings[hash] = decode(Reply, data)
+        if not unanswered:
+            return endings
+        pipe = self._redis.pipeline(transaction=False)
+        for hash in unanswered:
+            pipe.hget(self._keys.failure(hash), "record")
+            pipe.hget(self._keys.leavers(hash), run)
+        found = await pipe.execute()
+        for hash, record, left in zip(unanswered, found[::2], found[1::2], strict=True):
+            if left is not None:
+                endings[hash] = _left(hash, left.decode())
+            elif record is not None:
+                endings[hash] = decode(Failure, record)
+        return endings
+
+    async def workers(self) -> list[WorkerInfo]:
+        """The workers that live, by id. Those whose record has expired are gone."""
+        ids = sorted(raw.decode() for raw in await self._redis.smembers(self._keys.workers))  # type: ignore[misc]
+        if not ids:
+            return []
+        records = await self._redis.mget([self._keys.worker(id) for id in ids])
+        gone = [id for id, data in zip(ids, records, strict=True) if data is None]
+        if gone:
+            await self._redis.srem(self._keys.workers, *gone)  # type: ignore[misc]
+        return [WorkerInfo.model_validate(from_json(data)) for data in records if data]
+
+    async def models(self) -> list[str]:
+        """The models that turns were ever asked of."""
+        prefix = len(self._keys.queue("")) - 1
+        names = await self._redis.smembers(self._keys.models)  # type: ignore[misc]
+        return sorted(name.decode()[prefix:-1] for name in names)
+
+    async def runs(self) -> list[RunInfo]:
+        names = sorted(raw.decode() for raw in await self._redis.smembers(self._keys.runs))  # type: ignore[misc]
+        pipe = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.hmget(self._keys.run(name), ["total", "done", "failed", "cancelled"])
+        infos = []
+        for name, counters in zip(names, await pipe.execute(), strict=True):
+            total, done, failed, cancelled = (int(value or 0) for value in counters)
+            infos.append(
+                RunInfo(name=name, total=total, done=done, failed=failed, cancelled=cancelled)
+            )
+        return infos
+
+    async def manifest(self, run: str) -> dict[str, Any] | None:
+        data = await self._redis.get(self._keys.manifest(run))
+        return None if data is None else from_json(data)
+
+
+def _left(hash: str, how: str) -> Failure:
+    if how == "deadline":
+        return Failure(hash=hash, kind="deadline", text="its time was up", tries=0)
+    return Failure(hash=hash, kind="cancelled", text="cancelled on request", tries=0)

@@ -1,0 +1,120 @@
+"""An engine's life and death, in a process of its own: a program that test_sglang.py runs.
+
+    python sglang_life.py MODEL ARGUMENT...
+
+It closes one engine while a call waits, builds a second, kills that one's scheduler under nine
+calls, and prints what it saw as one line of JSON. What it must not leave behind is on stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import psutil
+
+from turnmill.turn import Turn
+from turnmill_worker.engines.base import EngineSettings, Progress
+from turnmill_worker.engines.sglang import SGLangEngine, build
+
+ENDLESS = {"max_new_tokens": 400, "ignore_eos": True}
+
+
+def main() -> None:
+    settings = EngineSettings(model=sys.argv[1], arguments=tuple(sys.argv[2:]))
+    print(json.dumps({"close": closed(build(settings)), "death": killed(build(settings))}))
+
+
+def closed(engine: SGLangEngine) -> dict[str, Any]:
+    children = psutil.Process().children(recursive=True)
+    call = threading.Thread(target=note_error, args=(errors := [], engine.generate))
+    call.start()
+    wait_until(lambda: engine.running() == 1)
+    before = signal.getsignal(signal.SIGQUIT)
+    engine.close()
+    engine.close()
+    call.join()
+    return {
+        "waiting": errors,
+        "children": sum(child.is_running() for child in children),
+        "threads": [t.name for t in threading.enumerate() if "sglang" in t.name],
+        "later": note_error([], engine.generate),
+        "own_signal_handler": before is not signal.SIG_DFL,
+        "signal_handler_left": signal.getsignal(signal.SIGQUIT) is not signal.SIG_DFL,
+    }
+
+
+def killed(engine: SGLangEngine) -> dict[str, Any]:
+    answers: list[str] = []
+    blocked: list[str] = []
+    call = threading.Thread(target=note_error, args=(blocked, engine.generate))
+    call.start()
+
+    async def turns() -> None:
+        waiting = [asyncio.create_task(note(answers, engine, n)) for n in range(8)]
+        while engine.running() < 9:
+            await asyncio.sleep(0.001)
+        ((_, scheduler),) = [p for p in engine._processes() if p[0].startswith("scheduler")]
+        os.kill(scheduler.pid, signal.SIGKILL)
+        await asyncio.gather(*waiting)
+
+    asyncio.run(turns())
+    call.join()
+    # SGLang's own watchdog notices later, and sends SIGQUIT; this process must outlive that.
+    engine._manager._subprocess_watchdog._thread.join()
+    later: list[str] = []
+    asyncio.run(note(later, engine, 9))
+    result = {
+        "waiting": answers + blocked,
+        "later": later + note_error([], engine.generate),
+        "healthy": asyncio.run(health(engine)),
+        "running": engine.running(),
+    }
+    engine.close()
+    return result
+
+
+async def note(errors: list[str], engine: SGLangEngine, number: int) -> None:
+    turn = Turn.from_body(
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": f"Hello {number}"}],
+            "sampling": {"ignore_eos": True, "max_tokens": 400},
+        }
+    )
+    try:
+        await engine.answer(turn, f"{number:032d}", Progress())
+    except Exception as error:
+        errors.append(type(error).__name__)
+
+
+def note_error(errors: list[str], generate: Any) -> list[str]:
+    try:
+        generate("Hello", ENDLESS)
+    except Exception as error:
+        errors.append(type(error).__name__)
+    return errors
+
+
+async def health(engine: SGLangEngine) -> str:
+    try:
+        return str(await engine.healthy())
+    except Exception as error:
+        return type(error).__name__
+
+
+def wait_until(state: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not state():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    main()

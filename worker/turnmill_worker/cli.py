@@ -1,0 +1,119 @@
+"""The worker's command line: `turnmill worker`, or `python -m turnmill_worker`.
+
+Exit codes: 0 drained; 2 configuration; 70 the engine died, start me again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+
+import click
+import uvloop
+from redis.exceptions import RedisError
+
+from turnmill.errors import UsageError
+from turnmill.settings import Farm
+from turnmill_worker.engines import ENGINES, load
+from turnmill_worker.engines.base import Engine, EngineSettings
+from turnmill_worker.settings import WorkerSettings
+from turnmill_worker.worker import ENGINE_DIED, TurnWorker
+
+log = logging.getLogger("turnmill.worker")
+
+CONFIGURATION = 2
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.option("--engine", "engine_name", required=True, type=click.Choice(sorted(ENGINES)))
+@click.option("--model", help="Path or id of the model.")
+@click.option("--served-name", help="The name that turns ask for. [the model's]")
+@click.option("--revision", help="Revision of the model.")
+@click.option(
+    "--slots", type=click.IntRange(min=1), help="Turns at once. [what the engine can hold]"
+)
+@click.option(
+    "--lease", default=10.0, show_default=True, help="Seconds; the farm's first worker sets it."
+)
+@click.option(
+    "--drain", default=30.0, show_default=True, help="Seconds for running turns to end on SIGTERM."
+)
+@click.option(
+    "--stalled-after",
+    default=120.0,
+    show_default=True,
+    help="Seconds until a silent engine is dead.",
+)
+@click.option("--redis-url", envvar="REDIS_URL", help="redis://, rediss:// or unix://. [REDIS_URL]")
+@click.option("--namespace", envvar="TURNMILL_NAMESPACE", help="Prefix of all keys. [turnmill]")
+@click.argument("engine_arguments", nargs=-1, type=click.UNPROCESSED)
+def worker(
+    engine_name: str,
+    model: str | None,
+    served_name: str | None,
+    revision: str | None,
+    slots: int | None,
+    lease: float,
+    drain: float,
+    stalled_after: float,
+    redis_url: str | None,
+    namespace: str | None,
+    engine_arguments: tuple[str, ...],
+) -> None:
+    """Take turns from the queue into one engine. Everything after -- goes to the engine."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("arq").setLevel(logging.WARNING)
+    try:
+        settings = WorkerSettings(lease=lease, drain=drain, stalled_after=stalled_after)
+        farm = Farm.from_environment(redis_url, namespace)
+        farm.pool(connections=1)  # a bad URL is seen now, not after minutes of loading a model
+        build = load(engine_name)
+        engine = build(EngineSettings(model, served_name, revision, slots, engine_arguments))
+    except UsageError as error:
+        _end(CONFIGURATION, f"turnmill worker: {error}")
+    except Exception as error:
+        log.exception("the engine did not start")
+        _end(ENGINE_DIED, f"turnmill worker: the engine did not start: {error}")
+    sys.exit(serve(engine, farm, settings))
+
+
+def serve(engine: Engine, farm: Farm, settings: WorkerSettings) -> int:
+    """Run a worker around an engine until it has drained or died. Returns its exit code."""
+    # The engine is there before this loop: an engine that found a running loop would take it for its own.
+    with contextlib.closing(uvloop.new_event_loop()) as loop:
+        asyncio.set_event_loop(loop)
+        turn_worker = TurnWorker(engine, farm, settings)
+        log.info(
+            "worker %s serves %s with %s %s: %d slots, context %d",
+            turn_worker.id,
+            turn_worker.model,
+            engine.identity.engine,
+            engine.identity.version,
+            turn_worker.capacity.slots,
+            turn_worker.capacity.context,
+        )
+        code = CONFIGURATION
+        try:
+            turn_worker.run()
+            code = turn_worker.exit_code
+        except RedisError as error:
+            print(f"turnmill worker: Redis refuses: {error}", file=sys.stderr)
+        finally:
+            engine.close()
+    if code == ENGINE_DIED:
+        # What is left of a dead engine may hold threads that never end.
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _end(code: int, text: str) -> None:
+    print(text, file=sys.stderr)
+    sys.exit(code)
+
+
+def main() -> None:
+    worker(prog_name="turnmill worker")

@@ -1,0 +1,34 @@
+"""The parser of an engine's own arguments: everything after `--` on the worker's command line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from turnmill.errors import UsageError
+
+
+class EngineArguments(argparse.ArgumentParser):
+    """An argparse parser whose errors are UsageErrors of one line, instead of an exit."""
+
+    def __init__(self, engine: str) -> None:
+        super().__init__(prog=f"engine {engine}", allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}")
+
+
+def count(text: str) -> int:
+    """An argparse type: a whole number from 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
+
+
+def amount(text: str) -> float:
+    """An argparse type: a finite number from 0."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number of 0 or more")
+    return number

@@ -1,0 +1,153 @@
+"""answer_turn: the only place where a turn's ending is decided."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from typing import Any
+
+from turnmill.errors import BadTurn, NewerRecord, RecordError
+from turnmill.reply import Cap, EngineIdentity, Failure, FailureKind, Reply, Trace, Usage
+from turnmill.turn import Message, Turn
+from turnmill.wire import decode_turn, encode, unpack
+from turnmill_worker.claim import Claim, Finish, requeue
+from turnmill_worker.engines.base import (
+    Answer,
+    Engine,
+    EngineDied,
+    InvalidRequest,
+    NoRoom,
+    Progress,
+    TurnError,
+)
+
+log = logging.getLogger("turnmill.worker")
+
+MAX_RETRIES = 2
+RETRY_AFTER = (1.0, 5.0)
+"""Seconds before each retry of a turn on which the engine failed."""
+NOT_MINE_AFTER = 10.0
+"""Seconds until a turn for another revision, or of a newer wire version, is offered again."""
+LARGE_BODY = 256 << 10
+"""Bytes; a larger body is decoded in a thread, so that the worker's loop is never blocked."""
+
+
+async def answer_turn(context: dict[str, Any], claim: Claim, progress: Progress) -> Finish:
+    """The arq job: answer one claimed turn, and say how it ended. `context` holds the `engine` and the id
+    of the `worker`. Raises CancelledError, and EngineDied."""
+    engine: Engine = context["engine"]
+    worker: str = context["worker"]
+    try:
+        if len(claim.body) > LARGE_BODY:
+            turn = await asyncio.to_thread(read_turn, claim)
+        else:
+            turn = read_turn(claim)
+    except NewerRecord as error:
+        log.warning("turn %s left to a newer worker: %s", claim.hash[:12], error)
+        return requeue(claim, "newer", NOT_MINE_AFTER)
+    except BadTurn as error:
+        return _fail(claim, engine.identity, worker, progress, "invalid_request", str(error))
+    except RecordError as error:
+        return _fail(claim, engine.identity, worker, progress, "unreadable", str(error))
+
+    if turn.model != engine.served_name:
+        text = f"model {turn.model!r} was put into the queue of {engine.served_name!r}"
+        return _fail(claim, engine.identity, worker, progress, "invalid_request", text)
+    if turn.revision is not None and turn.revision != engine.identity.revision:
+        return requeue(claim, "revision", NOT_MINE_AFTER)
+
+    try:
+        answer = await engine.answer(turn, claim.rid, progress)
+    except NoRoom as error:
+        reply = _capped_before(claim, error)
+    except InvalidRequest as error:
+        return _fail(claim, engine.identity, worker, progress, "invalid_request", str(error))
+    except EngineDied:
+        raise
+    except TurnError as error:
+        return _again_or_fail(claim, engine.identity, worker, progress, str(error))
+    except Exception as error:
+        log.exception("turn %s", claim.hash[:12])
+        return _again_or_fail(claim, engine.identity, worker, progress, repr(error))
+    else:
+        reply = _reply(claim, answer)
+    outcome = "capped" if reply.capped else "completed"
+    trace = _trace(claim, engine.identity, worker, progress, outcome, reply.usage)
+    return Finish(claim.hash, claim.token, "ok", "", encode(reply), encode(trace))
+
+
+def read_turn(claim: Claim) -> Turn:
+    """The turn in a claim, if it is the one that its hash names. Raises RecordError or BadTurn."""
+    turn = decode_turn(claim.body)
+    # The canonical body is what was hashed; only other writers' bodies need to be made canonical again.
+    if hashlib.sha256(unpack(claim.body)).hexdigest() != claim.hash and turn.hash != claim.hash:
+        raise RecordError(f"the stored body is that of turn {turn.hash}")
+    return turn
+
+
+def _reply(claim: Claim, answer: Answer) -> Reply:
+    capped: Cap | None = answer.limited_by if answer.finish == "length" else None
+    return Reply(
+        hash=claim.hash,
+        message=Message.model_validate(answer.message),
+        finish_reason=answer.finish,
+        capped=capped,
+        limit=answer.limit if capped else None,
+        usage=answer.usage,
+        logprobs=answer.logprobs,
+    )
+
+
+def _capped_before(claim: Claim, error: NoRoom) -> Reply:
+    return Reply(
+        hash=claim.hash,
+        message=Message(role="assistant", content=""),
+        finish_reason="length",
+        capped="context",
+        limit=error.limit,
+        usage=Usage(prompt_tokens=error.prompt_tokens),
+    )
+
+
+def _again_or_fail(
+    claim: Claim, identity: EngineIdentity, worker: str, progress: Progress, text: str
+) -> Finish:
+    retries = sum(entry.outcome == "retry" for entry in claim.earlier)
+    if retries < MAX_RETRIES:
+        log.warning("turn %s: %s; it is tried again", claim.hash[:12], text)
+        return requeue(claim, "retry", RETRY_AFTER[retries])
+    return _fail(claim, identity, worker, progress, "engine_error", text)
+
+
+def _fail(
+    claim: Claim,
+    identity: EngineIdentity,
+    worker: str,
+    progress: Progress,
+    kind: FailureKind,
+    text: str,
+) -> Finish:
+    failure = Failure(hash=claim.hash, kind=kind, text=text, tries=len(claim.earlier) + 1)
+    trace = _trace(claim, identity, worker, progress, "failed", Usage())
+    return Finish(claim.hash, claim.token, "fail", kind, encode(failure), encode(trace))
+
+
+def _trace(
+    claim: Claim,
+    identity: EngineIdentity,
+    worker: str,
+    progress: Progress,
+    outcome: str,
+    usage: Usage,
+) -> Trace:
+    return Trace(
+        hash=claim.hash,
+        worker=worker,
+        outcome=outcome,
+        earlier=claim.earlier,
+        engine=identity,
+        request=progress.request or None,
+        times=progress.times(claim.enqueued, claim.claimed),
+        cached_tokens=usage.cached_tokens,
+    )

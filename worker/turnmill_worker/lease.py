@@ -1,0 +1,120 @@
+"""Holding turns: renewing their leases, and saying that this worker lives.
+
+In a thread with its own connection, so that neither a busy event loop nor a slow command on the main
+connection lets leases lapse.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import redis
+from redis.exceptions import NoScriptError, RedisError
+
+from turnmill.settings import Farm
+from turnmill.store import WorkerInfo
+from turnmill_worker.scripts import RENEW
+
+log = logging.getLogger("turnmill.worker")
+
+RENEW_CHUNK = 500
+UPKEEP_CALLS = 50
+"""RENEW calls in a row, at most, while there is upkeep to do."""
+
+Renewed = Callable[[list[str], list[str]], None]
+"""Called in the keeper's thread with the turns that are lost and those that nobody wants."""
+
+
+class LeaseKeeper(threading.Thread):
+    """Renews what `held` returns (hash, token) every quarter of a lease.
+
+    `alive`: asked before each renewal; a worker whose engine is dead lets its leases lapse.
+    """
+
+    def __init__(
+        self,
+        farm: Farm,
+        model: str,
+        lease: float,
+        *,
+        held: Callable[[], list[tuple[str, str]]],
+        info: Callable[[], WorkerInfo],
+        alive: Callable[[], bool],
+        renewed: Renewed,
+    ) -> None:
+        super().__init__(name="turnmill-leases", daemon=True)
+        self._farm, self._model, self._step = farm, model, lease / 4
+        self._held, self._info, self._alive, self._renewed = held, info, alive, renewed
+        self._expiry_ms = int(max(3 * lease, 5) * 1000)
+        self._over = threading.Event()
+        timeout = max(self._step, 0.5)
+        self._redis = redis.Redis.from_url(
+            farm.url, socket_timeout=timeout, socket_connect_timeout=timeout
+        )
+
+    def run(self) -> None:
+        away = False
+        while True:
+            try:
+                self._beat()
+                if away:
+                    log.warning("Redis is back; leases are renewed again")
+                away = False
+            except (RedisError, OSError) as error:
+                if not away:
+                    log.warning("leases cannot be renewed now: %s", error)
+                away = True
+            except Exception:
+                log.exception("renewing leases")
+            if self._over.wait(self._step):
+                break
+        self._sign_off()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _beat(self) -> None:
+        self._register()
+        if not self._alive():
+            return
+        held = self._held()
+        for start in range(0, max(1, len(held)), RENEW_CHUNK):
+            self._renew(held[start : start + RENEW_CHUNK])
+
+    def _renew(self, held: list[tuple[str, str]]) -> None:
+        lost, unwanted, again = self._call([part for pair in held for part in pair])
+        if lost or unwanted:
+            self._renewed([h.decode() for h in lost], [h.decode() for h in unwanted])
+        for _ in range(UPKEEP_CALLS):
+            if not again:
+                break
+            _, _, again = self._call([])
+
+    def _call(self, args: list[str]) -> Any:
+        keys = [self._farm.keys.prefix, self._farm.keys.queue(self._model)]
+        try:
+            return self._redis.evalsha(RENEW.sha, 2, *keys, *args)
+        except NoScriptError:
+            self._redis.script_load(RENEW.text)
+            return self._redis.evalsha(RENEW.sha, 2, *keys, *args)
+
+    def _register(self) -> None:
+        info, keys = self._info(), self._farm.keys
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.sadd(keys.workers, info.id)
+        pipe.set(keys.worker(info.id), info.model_dump_json(), px=self._expiry_ms)
+        pipe.execute()
+
+    def _sign_off(self) -> None:
+        info, keys = self._info(), self._farm.keys
+        try:
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.srem(keys.workers, info.id)
+            pipe.delete(keys.worker(info.id))
+            pipe.execute()
+            self._redis.close()
+        except (RedisError, OSError):
+            log.debug("could not sign off; the record expires by itself")

@@ -1,0 +1,158 @@
+-- CLAIM: a worker takes turns. ARGV: token, how many, how many it holds, bytes (of bodies, the first always).
+-- Returns: more (1: more is ready), drain (1: claim nothing until you are empty, then claim again),
+-- then per turn: hash, mark, when it was asked for (ms), earlier tries (JSON list, inside), body.
+local token, want, holding, room = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local worker = token:sub(1, 8)
+local STARVES_AFTER, SUSPECT_WAIT, SUSPECTS_TOGETHER = 30000, 300000, 16  -- ms, ms, turns
+
+if C('EXISTS', Q .. 'void:' .. token) == 1 then return { 0, 0 } end  -- its worker has given it up: see RECOVER
+reap()
+
+local out, owners, leases = {}, {}, {}
+local work, work_limit = 0, 2 * want + 200  -- hints looked at: bounds the time of this call
+
+local function hand_out(h, mark, run, waiter, body, log)
+  owners[#owners + 1] = h
+  owners[#owners + 1] = token .. mark .. run
+  leases[#leases + 1] = now + lease
+  leases[#leases + 1] = h
+  out[#out + 1] = h
+  out[#out + 1] = mark
+  out[#out + 1] = waiter:sub(2)
+  out[#out + 1] = log or ''
+  out[#out + 1] = body
+  room = room - #body
+end
+
+local function write_leases()
+  for i = 1, #owners, 1000 do
+    C('HSET', OWNERS, unpack(owners, i, math.min(#owners, i + 999)))
+    C('ZADD', LEASES, unpack(leases, i, math.min(#leases, i + 999)))
+  end
+  owners, leases = {}, {}
+end
+
+local function answer(more, drain)
+  table.insert(out, 1, drain)
+  table.insert(out, 1, more)
+  return out
+end
+
+for _, h in ipairs(C('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, 100)) do
+  C('ZREM', DUE, h)
+  if not leased(h) then requeue(h) end
+end
+
+-- Suspects run among suspects, or alone; so only in a worker that is empty. If none ever is, one empties.
+local oldest = C('ZRANGE', SUSPECTS, 0, 0, 'WITHSCORES')
+if oldest[1] then
+  if holding == 0 then
+    for _, h in ipairs(C('ZRANGE', SUSPECTS, 0, SUSPECTS_TOGETHER - 1)) do
+      local run = C('HRANDFIELD', waiters_key(h))
+      local body = run and not ended(h) and not leased(h) and C('GET', body_key(h))
+      local alone = strikes(h) > SUSPECT_FROM
+      if not body then
+        C('ZREM', SUSPECTS, h)
+      elseif #out == 0 or (not alone and #body <= room and #out / 5 < want) then
+        C('ZREM', SUSPECTS, h)
+        hand_out(h, alone and '!' or '~', run, C('HGET', waiters_key(h), run), body, C('HGET', tries_key(h), 'log'))
+        if alone then break end
+      end
+    end
+    write_leases()
+    if #out > 0 then
+      if C('GET', Q .. 'clearing') == worker then C('DEL', Q .. 'clearing') end
+      wake()
+      return answer(0, 1)
+    end
+  elseif now - tonumber(oldest[2]) > SUSPECT_WAIT then
+    if C('SET', Q .. 'clearing', worker, 'NX', 'PX', 6 * lease) or C('GET', Q .. 'clearing') == worker then
+      C('PEXPIRE', Q .. 'clearing', 6 * lease)
+      wake()
+      return answer(0, 1)
+    end
+  end
+end
+
+-- Serve at most `limit` turns of one class: the run with the lowest virtual time first, charged at once.
+local function serve(class, limit)
+  local READY, served_at = Q .. 'ready:' .. class, nil
+  local full = false
+  while limit > 0 and work < work_limit and not full do
+    local two = C('ZRANGE', READY, 0, 1, 'WITHSCORES')
+    local run = two[1]
+    if not run then break end
+    local vt = tonumber(two[2])
+    local weight = tonumber(C('HGET', run_key(run), 'weight') or 1)
+    local cancelled = C('SISMEMBER', Q .. 'sweeping', run) == 1
+    local take = limit
+    if two[4] then
+      take = math.min(limit, math.max(1, math.floor((tonumber(two[4]) - vt) * weight) + 1))
+    end
+    local list = Q .. 'going:' .. class .. ':' .. run
+    local hints = C('LRANGE', list, 0, take - 1)
+    if #hints == 0 then
+      list = Q .. 'new:' .. class .. ':' .. run
+      hints = C('LRANGE', list, 0, take - 1)
+    end
+    local taken, used, seen = 0, 0, {}
+    local held = #hints > 0 and C('ZMSCORE', LEASES, unpack(hints))
+    for i, h in ipairs(hints) do
+      work = work + 1
+      local known = C('EXISTS', reply_key(h), failure_key(h), tries_key(h))
+      local open = not held[i] and not seen[h] and (known == 0 or not ended(h) and strikes(h) < SUSPECT_FROM)
+      local waiter = open and C('HGET', waiters_key(h), run)
+      if waiter and cancelled and C('SISMEMBER', Q .. 'sweep:' .. run, h) == 1 then waiter = false end
+      local body = waiter and C('GET', body_key(h))
+      if body then
+        if #body > room and #out > 0 then full = true break end
+        seen[h] = true
+        hand_out(h, '-', run, waiter, body, known > 0 and C('HGET', tries_key(h), 'log'))
+        taken = taken + 1
+      end
+      used = used + 1
+      if work >= work_limit then break end
+    end
+    if used > 0 then C('LPOP', list, used) end
+    write_leases()
+    served_at, limit = vt, limit - taken
+    vt = vt + taken / weight
+    if #hints == 0 then
+      C('ZREM', READY, run)
+      C('HSET', Q .. 'vt', class .. run, vt)
+    elseif taken > 0 then
+      C('ZADD', READY, vt, run)
+    end
+  end
+  if served_at then
+    C('HSET', Q .. 'served', class, served_at)
+    C('HSET', Q .. 'fed', class, now)
+  end
+  return full and 0 or limit
+end
+
+-- Classes in strict order, larger first; but one that has waited long is served a share before.
+local fed = C('HGETALL', Q .. 'fed')
+local classes = {}
+for i = 1, #fed, 2 do
+  if C('EXISTS', Q .. 'ready:' .. fed[i]) == 1 then
+    classes[#classes + 1] = { fed[i], now - tonumber(fed[i + 1]) > STARVES_AFTER }
+  end
+end
+table.sort(classes, function(a, b) return a[1] > b[1] end)
+for _, class in ipairs(classes) do
+  if class[2] and want > 0 then
+    local share = math.max(1, math.floor(want / 8))
+    want = want - share + serve(class[1], share)
+  end
+end
+for _, class in ipairs(classes) do
+  if want > 0 then want = serve(class[1], want) end
+end
+
+local more = 0
+for _, class in ipairs(classes) do
+  if C('EXISTS', Q .. 'ready:' .. class[1]) == 1 then more = 1 end
+end
+if more == 1 then wake() end
+return answer(more, 0)

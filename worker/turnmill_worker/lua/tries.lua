@@ -1,0 +1,73 @@
+-- How tries end, for the scripts of workers.
+-- An owner is: token (24), a mark (1), the run it was charged to. mark: '-' any company, '~' among suspects,
+-- '!' alone.
+local lease = tonumber(C('GET', N .. 'lease') or 10000)
+
+local function token_of(owner) return owner:sub(1, 24) end
+local function mark_of(owner) return owner:sub(25, 25) end
+local function run_of(owner) return owner:sub(26) end
+
+-- The try is over without an answer; the next worker's trace will say so.
+local function note_try(h, owner, outcome)
+  local line = cjson.encode({ worker = owner:sub(1, 8), outcome = outcome, at = now / 1000 })
+  local log = C('HGET', tries_key(h), 'log')
+  C('HSET', tries_key(h), 'log', log and #log < 8000 and (log .. ',' .. line) or line)
+  C('HINCRBY', tries_key(h), 'tries', 1)
+end
+
+-- The turn ends as a failure, unless it has a reply: a reply is never replaced by a failure.
+local function fail(h, kind, record)
+  if C('EXISTS', reply_key(h)) == 1 then return false end
+  if C('EXISTS', failure_key(h)) == 0 then count(h, 'failed', 1) end
+  C('HSET', failure_key(h), 'kind', kind, 'record', record)
+  C('DEL', tries_key(h))
+  C('ZREM', SUSPECTS, h)
+  C('HDEL', OWNERS, h)
+  publish(h)
+  return true
+end
+
+-- The try ended with the death or silence of its worker. Only one that was alone proves anything.
+-- Returns true if that convicts the turn.
+local function strike(h, owner)
+  if mark_of(owner) ~= '!' then
+    C('HINCRBY', tries_key(h), 'strikes', 1)
+    return false
+  end
+  local tries = tonumber(C('HGET', tries_key(h), 'tries') or 1)
+  fail(h, 'poison', cjson.encode({ v = 1, hash = h, kind = 'poison', tries = tries,
+    text = 'its worker died ' .. tries .. ' times while answering it, the last time with nothing else in it' }))
+  return true
+end
+
+-- Reap at most 100 lapsed leases. After an outage (nobody has called for half a lease, or the clock went
+-- back) nobody could renew, so nobody is struck: every lease gets its full length again.
+-- Returns whether there are more to reap.
+local function reap()
+  local seen = tonumber(C('GET', Q .. 'seen') or now)
+  C('SET', Q .. 'seen', now)
+  if now < seen or now - seen > lease / 2 then
+    local held = C('ZRANGE', LEASES, 0, -1)
+    for i = 1, #held, 1000 do
+      local args = {}
+      for j = i, math.min(#held, i + 999) do
+        args[#args + 1] = now + lease
+        args[#args + 1] = held[j]
+      end
+      if now < seen then C('ZADD', LEASES, 'XX', unpack(args))
+      else C('ZADD', LEASES, 'XX', 'GT', unpack(args)) end
+    end
+    return false
+  end
+  local lapsed = C('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 100)
+  for _, h in ipairs(lapsed) do
+    local owner = C('HGET', OWNERS, h)
+    C('ZREM', LEASES, h)
+    if owner and not ended(h) then
+      note_try(h, owner, 'lapse')
+      if not wanted(h) then forget_open(h)
+      elseif not strike(h, owner) then requeue(h, run_of(owner)) end
+    end
+  end
+  return #lapsed == 100
+end

@@ -1,0 +1,29 @@
+"""How a worker behaves, whatever its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from turnmill.errors import UsageError
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """All times in seconds.
+
+    `lease`: length of a claim; one value for the farm, the first worker's. `drain`: how long a
+    polite shutdown waits for turns to end. `stalled_after`: an engine that neither moves nor is healthy
+    for so long is dead. `unstored`: answers kept in memory while Redis is away, before claiming stops.
+    """
+
+    lease: float = 10.0
+    drain: float = 30.0
+    stalled_after: float = 120.0
+    unstored: int = 2000
+
+    def __post_init__(self) -> None:
+        for name in ("lease", "stalled_after", "unstored"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name}: must be above 0")
+        if self.drain < 0:
+            raise UsageError("drain: must not be below 0")

@@ -1,0 +1,441 @@
+"""TurnWorker: arq's Worker with a queue loop made for long engine calls.
+
+arq gives the life cycle (`run`, `main`, `close`), the hooks and the job context. Claiming many turns in one
+script, short renewed leases, fenced group commits and outliving Redis are ours, in `_poll_iteration`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from arq.connections import ArqRedis
+from arq.worker import Worker, func
+from redis.exceptions import NoScriptError, RedisError
+
+from turnmill.faults import passes
+from turnmill.settings import Farm
+from turnmill.store import WorkerInfo
+from turnmill_worker.claim import Claim, Company, Finish, read_claims, requeue
+from turnmill_worker.engines.base import Engine, EngineDied, Progress
+from turnmill_worker.job import answer_turn
+from turnmill_worker.lease import LeaseKeeper
+from turnmill_worker.pulse import Pulse
+from turnmill_worker.scripts import CLAIM, FINISH, RECOVER, RENEW
+from turnmill_worker.settings import WorkerSettings
+
+log = logging.getLogger("turnmill.worker")
+
+ENGINE_DIED = 70
+"""Exit code: start me again."""
+
+CLAIM_TURNS = 1000
+CLAIM_BYTES = 4 << 20
+FINISH_TURNS = 200
+FINISH_BYTES = 4 << 20
+IDLE_SECONDS = 0.5
+"""How long an idle worker sleeps if nobody wakes it. A wake can be lost only with Redis itself."""
+BACK_OFF = 0.05
+"""Seconds between tries while Redis is away. Under a storm of killed connections this decides how fast
+the farm heals."""
+
+FAULTS = (RedisError, OSError, asyncio.TimeoutError)
+
+Ending = Literal["drain", "unwanted", "lost"]
+
+
+@dataclass
+class _Running:
+    """One turn in the engine."""
+
+    claim: Claim
+    progress: Progress = field(default_factory=Progress)
+    task: asyncio.Task[None] | None = None
+    ending: Ending | None = None
+
+    def end(self, ending: Ending) -> None:
+        if self.ending is None and self.task is not None:
+            self.ending = ending
+            self.task.cancel()
+
+
+class TurnWorker(Worker):
+    """Takes turns of one model from the queue into one engine.
+
+    Made after the engine, with an event loop of its own. `run()` returns when it has drained, or when the
+    engine has died; `exit_code` says which.
+    """
+
+    def __init__(
+        self, engine: Engine, farm: Farm, settings: WorkerSettings | None = None, **options: Any
+    ) -> None:
+        self.settings = settings or WorkerSettings()
+        self.engine, self.farm, self.model = engine, farm, engine.served_name
+        self.capacity = engine.capacity()
+        self.id = uuid.uuid4().hex[:8]
+        self.exit_code = 0
+        self._started = time.time()
+        self._claims = 0
+        self._running: dict[str, _Running] = {}
+        self._finished: list[Finish] = []
+        self._unanswered: list[str] = []
+        self._more = True
+        self._stopping = False
+        self._lease = self.settings.lease
+        self._background: list[asyncio.Task[Any]] = []
+        self._prefixes = [farm.keys.prefix, farm.keys.queue(self.model)]
+        super().__init__(
+            functions=[func(answer_turn, name="answer_turn")],  # type: ignore[arg-type]
+            ctx={"engine": engine, "worker": self.id},
+            redis_pool=ArqRedis(farm.pool(connections=8)),
+            queue_name=farm.keys.due(self.model),
+            health_check_key=f"{farm.keys.worker(self.id)}:arq",
+            max_jobs=self.capacity.slots,
+            poll_delay=0.001,
+            handle_signals=False,
+            **options,
+        )
+        self._kick = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._pulse = Pulse(engine, lambda: [r.progress for r in self._running.values()])
+
+    # Life
+
+    async def main(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self.stop)
+        await self._until_redis_answers()
+        self._spawn(self._wait_for_wakes())
+        self._spawn(self._pulse.watch(self._engine_died))
+        keeper = LeaseKeeper(
+            self.farm,
+            self.model,
+            self._lease,
+            held=lambda: [(r.claim.hash, r.claim.token) for r in list(self._running.values())],
+            info=self.info,
+            alive=self._alive,
+            renewed=lambda lost, unwanted: _quietly(
+                self.loop.call_soon_threadsafe, self._let_go, lost, unwanted
+            ),
+        )
+        keeper.start()
+        try:
+            await super().main()
+        finally:
+            keeper.stop()
+            await asyncio.to_thread(keeper.join, 2)
+            for task in self._background:
+                task.cancel()
+            await asyncio.gather(*self._background, return_exceptions=True)
+
+    def stop(self) -> None:
+        """Drain: claim nothing more, finish what ends in time, hand back the rest. The second call hands
+        back at once."""
+        if self._stopping:
+            self._hand_back()
+            return
+        self._stopping = True
+        self.allow_pick_jobs = False
+        log.info("draining %d turns, for at most %g s", len(self._running), self.settings.drain)
+        self.loop.call_later(self.settings.drain, self._hand_back)
+        self._kick.set()
+
+    async def close(self) -> None:
+        if self._pool is None:
+            return
+        if self.on_shutdown:
+            await self.on_shutdown(self.ctx)
+        with contextlib.suppress(*FAULTS):
+            await self.pool.delete(self.health_check_key)
+            await self.pool.aclose(close_connection_pool=True)
+        self._pool = None
+
+    def info(self) -> WorkerInfo:
+        """What this worker says of itself to the farm."""
+        return WorkerInfo(
+            id=self.id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            model=self.model,
+            revision=self.engine.identity.revision,
+            engine=self.engine.identity,
+            slots=self.capacity.slots,
+            context=self.capacity.context,
+            running=len(self._running),
+            state="draining" if self._stopping else "serving",
+            started=self._started,
+            heartbeat=time.time(),
+        )
+
+    async def _until_redis_answers(self) -> None:
+        said = False
+        while True:
+            try:
+                for script in (CLAIM, FINISH, RECOVER, RENEW):
+                    await self.pool.script_load(script.text)
+                ours = str(int(self.settings.lease * 1000))
+                await self.pool.set(self.farm.keys.lease, ours, nx=True)
+                self._lease = int(await self.pool.get(self.farm.keys.lease)) / 1000
+                break
+            except FAULTS as error:
+                if isinstance(error, RedisError) and not passes(error):
+                    raise
+                if not said:
+                    log.warning("waiting for Redis: %s", error)
+                said = True
+                await asyncio.sleep(BACK_OFF)
+        if self._lease != self.settings.lease:
+            log.warning("the farm's lease is %g s; it is used instead of ours", self._lease)
+
+    def _spawn(self, work: Any) -> None:
+        """A background task whose death is the worker's: one that dies silently costs hours."""
+
+        def watch(task: asyncio.Task[Any]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                log.critical("a background task died", exc_info=task.exception())
+                self._end(1)
+
+        task = self.loop.create_task(work)
+        task.add_done_callback(watch)
+        self._background.append(task)
+
+    def _end(self, exit_code: int) -> None:
+        self.exit_code = self.exit_code or exit_code
+        self._stopping = True
+        self.allow_pick_jobs = False
+        self._hand_back()
+
+    def _hand_back(self) -> None:
+        for running in list(self._running.values()):
+            running.end("drain")
+        self._kick.set()
+
+    # The engine
+
+    def _alive(self) -> bool:
+        """Asked by the lease keeper's thread. A stalled engine is a dead one: with its loop perhaps blocked
+        for ever there is no polite way out, and the leases must lapse."""
+        if self._pulse.age() > self.settings.stalled_after:
+            log.critical("the engine has not moved for %.0f s: giving up", self._pulse.age())
+            os._exit(ENGINE_DIED)
+        return True
+
+    def _engine_died(self, why: str) -> None:
+        if self.exit_code != ENGINE_DIED:
+            log.critical("the engine died: %s", why)
+        self._end(ENGINE_DIED)
+
+    def _let_go(self, lost: list[str], unwanted: list[str]) -> None:
+        for hash in lost:
+            if hash in self._running:
+                self._running[hash].end("lost")
+        for hash in unwanted:
+            if hash in self._running:
+                self._running[hash].end("unwanted")
+
+    # The queue
+
+    async def _poll_iteration(self) -> None:
+        """Called by arq again and again. Stays inside while there is work: arq sleeps between calls."""
+        while True:
+            self._kick.clear()
+            room = self._room()
+            if self._finished or room or self._unanswered:
+                if not await self._exchange(room):
+                    await asyncio.sleep(BACK_OFF)
+                    continue
+                await asyncio.sleep(0)  # let what was claimed start, and what has ended finish
+                if self._finished or (self._more and self._room()):
+                    continue
+            if self._stopping and not self._running and not self._finished:
+                assert self.main_task is not None
+                self.main_task.cancel()
+                return
+            break
+        if len(self._running) < self.max_jobs and self.allow_pick_jobs:
+            self._idle.set()
+        try:
+            await asyncio.wait_for(self._kick.wait(), IDLE_SECONDS)
+        except TimeoutError:
+            self._more = True
+        finally:
+            self._idle.clear()
+        with contextlib.suppress(*FAULTS):
+            await self.heart_beat()
+
+    def _room(self) -> int:
+        """How many turns to claim now."""
+        if (
+            not (self.allow_pick_jobs and self._more)
+            or len(self._finished) >= self.settings.unstored
+        ):
+            return 0
+        if any(r.claim.company is not Company.ANY for r in self._running.values()):
+            return 0
+        return min(self.max_jobs - len(self._running), CLAIM_TURNS)
+
+    async def _exchange(self, room: int) -> bool:
+        """One round trip: hand in what has finished, take what there is room for. Returns False if Redis
+        did not take part; then nothing was lost here, and what is unsure is cleared up next time."""
+        finished, self._finished = self._finished, []
+        groups = _groups(finished)
+        token = None
+        pipe = self.pool.pipeline(transaction=False)
+        for unanswered in self._unanswered:
+            pipe.evalsha(RECOVER.sha, 2, *self._prefixes, unanswered)
+        for group in groups:
+            pipe.evalsha(FINISH.sha, 2, *self._prefixes, *_flat(group))
+        if room > 0:
+            # Before CLAIM leaves: a wake that comes during the call must count for the next one.
+            self._more = False
+            self._claims += 1
+            token = f"{self.id}{self._claims:016x}"
+            wanted = [token, str(room), str(len(self._running)), str(CLAIM_BYTES)]
+            pipe.evalsha(CLAIM.sha, 2, *self._prefixes, *wanted)
+        try:
+            answers = await pipe.execute(raise_on_error=False)
+        except FAULTS as error:
+            answers = [error] * (len(self._unanswered) + len(groups) + (token is not None))
+        recovered = answers[: len(self._unanswered)]
+        stored = answers[len(self._unanswered) : len(self._unanswered) + len(groups)]
+        self._unanswered = [
+            t for t, a in zip(self._unanswered, recovered, strict=True) if isinstance(a, Exception)
+        ]
+        for group, answer in zip(groups, stored, strict=True):
+            await self._handed_in(group, answer)
+        if token is not None:
+            self._claimed(token, answers[-1])
+        problems = [answer for answer in answers if isinstance(answer, Exception)]
+        if problems:
+            await self._recover_from(problems[0])
+        return not problems
+
+    async def _handed_in(self, group: list[Finish], answer: Any) -> None:
+        if isinstance(answer, Exception):
+            if passes(answer) or (len(group) == 1 and isinstance(answer, NoScriptError)):
+                self._finished = group + self._finished
+            elif len(group) > 1:
+                # One of them is refused for itself: hand them in one by one.
+                for item in group:
+                    await self._hand_in_alone(item)
+            else:
+                log.error("turn %s cannot be stored: %s", group[0].hash[:12], answer)
+            return
+        for item, result in zip(group, answer, strict=True):
+            if result == -1:
+                log.error("turn %s: %s was refused by its own error", item.hash[:12], item.verb)
+
+    async def _hand_in_alone(self, item: Finish) -> None:
+        try:
+            await self.pool.evalsha(FINISH.sha, 2, *self._prefixes, *_flat([item]))  # type: ignore[misc]
+        except FAULTS as error:
+            if isinstance(error, RedisError) and not passes(error):
+                log.error("turn %s cannot be stored: %s", item.hash[:12], error)
+            else:
+                self._finished.append(item)
+
+    def _claimed(self, token: str, answer: Any) -> None:
+        if isinstance(answer, Exception):
+            self._more = True
+            if not isinstance(answer, NoScriptError):
+                self._unanswered.append(token)  # it may have been done all the same
+            return
+        more, drain = answer[0], answer[1]
+        claims = read_claims(token, answer)
+        # `drain`: take nothing more until empty (suspects, in claim.lua); each turn that ends asks again.
+        self._more = bool(more) and not drain
+        for claim in claims:
+            running = _Running(claim)
+            self._running[claim.hash] = running
+            running.task = self.loop.create_task(self._run_turn(running))
+
+    async def _recover_from(self, problem: Exception) -> None:
+        self._more = True
+        if isinstance(problem, NoScriptError):
+            with contextlib.suppress(*FAULTS):
+                for script in (CLAIM, FINISH, RECOVER):
+                    await self.pool.script_load(script.text)
+        elif not passes(problem):
+            log.error("Redis refuses: %s", problem)
+
+    # One turn
+
+    async def _run_turn(self, running: _Running) -> None:
+        claim = running.claim
+        context = {**self.ctx, "job_id": claim.hash, "job_try": len(claim.earlier) + 1}
+        died: str | None = None
+        try:
+            if self.on_job_start:
+                await self.on_job_start(context)
+            job = self.functions["answer_turn"].coroutine
+            finish = await job(context, claim, running.progress)
+            self.jobs_complete += 1
+        except EngineDied as error:
+            finish = requeue(claim, "death")
+            died = str(error)
+        except asyncio.CancelledError:
+            finish = self._cancelled(running)
+        if self.on_job_end:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.on_job_end(context)
+        if self._running.get(claim.hash) is running:
+            del self._running[claim.hash]
+        self._finished.append(finish)
+        self._more = True
+        self._kick.set()
+        if died is not None:
+            self._engine_died(died)
+
+    def _cancelled(self, running: _Running) -> Finish:
+        claim = running.claim
+        if running.ending == "unwanted":
+            return Finish(claim.hash, claim.token, "cancelled")
+        if self.exit_code == ENGINE_DIED:
+            return requeue(claim, "death")
+        return requeue(claim, "drain" if self._stopping else "handback")
+
+    async def _wait_for_wakes(self) -> None:
+        """Blocks on the wake list with a connection of its own. A full worker leaves wakes to others:
+        it claims again anyway when a turn ends."""
+        wake = self.farm.keys.wake(self.model)
+        while True:
+            await self._idle.wait()
+            try:
+                if await self.pool.blpop([wake], timeout=5):  # type: ignore[misc]
+                    if not self._idle.is_set():
+                        await self.pool.lpush(wake, "1")  # type: ignore[misc]
+                    self._more = True
+                    self._kick.set()
+            except FAULTS:
+                await asyncio.sleep(BACK_OFF)
+
+
+def _groups(finished: list[Finish]) -> list[list[Finish]]:
+    """What one FINISH takes: a bounded number of turns and of bytes, at least one."""
+    groups: list[list[Finish]] = []
+    size = FINISH_BYTES + 1
+    for item in finished:
+        if size + item.size > FINISH_BYTES or len(groups[-1]) >= FINISH_TURNS:
+            groups.append([])
+            size = 0
+        groups[-1].append(item)
+        size += item.size
+    return groups
+
+
+def _flat(group: list[Finish]) -> list[Any]:
+    return [part for item in group for part in item]
+
+
+def _quietly(call: Any, *args: Any) -> None:
+    """Call into a loop that may just have been closed."""
+    with contextlib.suppress(RuntimeError):
+        call(*args)
