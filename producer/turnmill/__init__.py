@@ -1,0 +1,55 @@
+"""A durable queue of conversation turns in front of one inference engine.
+
+from turnmill import Client, Turn
+
+async with Client("redis://127.0.0.1:6379") as client:
+    turn = Turn(model="Qwen3-8B", messages=[{"role": "user", "content": "Hello"}])
+    ending = await client.ask(turn)
+"""
+
+from turnmill.client import BlockingClient, Client, FarmStatus
+from turnmill.errors import (
+    BadInput,
+    BadLines,
+    BadTurn,
+    CannotWrite,
+    ManifestChanged,
+    NewerRecord,
+    QueueFull,
+    RecordError,
+    RedisUnusable,
+    RunInUse,
+    TurnFailed,
+    TurnmillError,
+    UsageError,
+)
+from turnmill.reply import EngineIdentity, Failure, Reply, Trace, Usage
+from turnmill.turn import Message, Sampling, Tool, Turn
+
+__all__ = [
+    "BadInput",
+    "BadLines",
+    "BadTurn",
+    "BlockingClient",
+    "CannotWrite",
+    "Client",
+    "EngineIdentity",
+    "Failure",
+    "FarmStatus",
+    "ManifestChanged",
+    "Message",
+    "NewerRecord",
+    "QueueFull",
+    "RecordError",
+    "RedisUnusable",
+    "Reply",
+    "RunInUse",
+    "Sampling",
+    "Tool",
+    "Trace",
+    "Turn",
+    "TurnFailed",
+    "TurnmillError",
+    "Usage",
+    "UsageError",
+]

@@ -17,6 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from pydantic_core import to_json
 from redis.exceptions import RedisError
 
 from turnmill.errors import TurnmillError, UsageError
@@ -55,10 +56,8 @@ class FarmStatus:
     queues: dict[str, Depth]
     runs: list[RunInfo]
 
-    def unserved(self) -> list[str]:
-        """Models with turns that wait and no live worker."""
-        served = {worker.model for worker in self.workers}
-        return [m for m, depth in self.queues.items() if depth.queued and m not in served]
+    def to_json(self) -> str:
+        return to_json(self).decode()
 
 
 @dataclass
@@ -156,6 +155,14 @@ class Client:
         """Submit one turn and wait until it has ended."""
         pending = self._ask(turn, going=going, retry_failed=retry_failed)
         return await self._ending(pending)
+
+    async def ask_stating(
+        self, turn: Turn, *, going: bool = False, retry_failed: bool = False
+    ) -> tuple[State, Ending]:
+        """As `ask`, with the state in which the ask found the turn: `answered` came from the store."""
+        pending = self._ask(turn, going=going, retry_failed=retry_failed)
+        ending = await self._ending(pending)
+        return await pending.state, ending
 
     async def wait(self, hash: str, timeout: float | None = None) -> Ending:
         """Wait until a turn has ended. It may have been submitted by anybody. Raises TimeoutError, and

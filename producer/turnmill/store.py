@@ -55,22 +55,22 @@ class Store:
     """Reads of one namespace. Raises redis-py's errors as they are, and RecordError."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
-        self._redis, self._keys = redis, keys
+        self.redis, self._keys = redis, keys
 
     async def reply(self, hash: str) -> Reply | None:
-        data = await self._redis.get(self._keys.reply(hash))
+        data = await self.redis.get(self._keys.reply(hash))
         return None if data is None else decode(Reply, data)
 
     async def failure(self, hash: str) -> Failure | None:
-        data = await self._redis.hget(self._keys.failure(hash), "record")  # type: ignore[misc]
+        data = await self.redis.hget(self._keys.failure(hash), "record")  # type: ignore[misc]
         return None if data is None else decode(Failure, data)
 
     async def trace(self, hash: str) -> Trace | None:
-        data = await self._redis.get(self._keys.trace(hash))
+        data = await self.redis.get(self._keys.trace(hash))
         return None if data is None else decode(Trace, data)
 
     async def turn(self, hash: str) -> Turn | None:
-        data = await self._redis.get(self._keys.body(hash))
+        data = await self.redis.get(self._keys.body(hash))
         return None if data is None else decode_turn(data)
 
     async def endings(self, run: str, hashes: Sequence[str]) -> dict[str, Ending]:
@@ -83,7 +83,7 @@ class Store:
     async def _endings(self, run: str, hashes: Sequence[str]) -> dict[str, Ending]:
         endings: dict[str, Ending] = {}
         unanswered = []
-        replies = await self._redis.mget([self._keys.reply(hash) for hash in hashes])
+        replies = await self.redis.mget([self._keys.reply(hash) for hash in hashes])
         for hash, data in zip(hashes, replies, strict=True):
             if data is None:
                 unanswered.append(hash)
@@ -91,7 +91,7 @@ class Store:
                 endings[hash] = decode(Reply, data)
         if not unanswered:
             return endings
-        pipe = self._redis.pipeline(transaction=False)
+        pipe = self.redis.pipeline(transaction=False)
         for hash in unanswered:
             pipe.hget(self._keys.failure(hash), "record")
             pipe.hget(self._keys.leavers(hash), run)
@@ -103,26 +103,37 @@ class Store:
                 endings[hash] = decode(Failure, record)
         return endings
 
+    async def engines(self, hashes: Sequence[str]) -> list[EngineIdentity]:
+        """The engines that answered these turns, each once, in the order in which they are met."""
+        met: dict[EngineIdentity, None] = {}
+        for start in range(0, len(hashes), READ_BATCH):
+            some = hashes[start : start + READ_BATCH]
+            for data in await self.redis.mget([self._keys.trace(hash) for hash in some]):
+                engine = None if data is None else decode(Trace, data).engine
+                if engine is not None:
+                    met[engine] = None
+        return list(met)
+
     async def workers(self) -> list[WorkerInfo]:
         """The workers that live, by id. Those whose record has expired are gone."""
-        ids = sorted(raw.decode() for raw in await self._redis.smembers(self._keys.workers))  # type: ignore[misc]
+        ids = sorted(raw.decode() for raw in await self.redis.smembers(self._keys.workers))  # type: ignore[misc]
         if not ids:
             return []
-        records = await self._redis.mget([self._keys.worker(id) for id in ids])
+        records = await self.redis.mget([self._keys.worker(id) for id in ids])
         gone = [id for id, data in zip(ids, records, strict=True) if data is None]
         if gone:
-            await self._redis.srem(self._keys.workers, *gone)  # type: ignore[misc]
+            await self.redis.srem(self._keys.workers, *gone)  # type: ignore[misc]
         return [WorkerInfo.model_validate(from_json(data)) for data in records if data]
 
     async def models(self) -> list[str]:
         """The models that turns were ever asked of."""
         prefix = len(self._keys.queue("")) - 1
-        names = await self._redis.smembers(self._keys.models)  # type: ignore[misc]
+        names = await self.redis.smembers(self._keys.models)  # type: ignore[misc]
         return sorted(name.decode()[prefix:-1] for name in names)
 
     async def runs(self) -> list[RunInfo]:
-        names = sorted(raw.decode() for raw in await self._redis.smembers(self._keys.runs))  # type: ignore[misc]
-        pipe = self._redis.pipeline(transaction=False)
+        names = sorted(raw.decode() for raw in await self.redis.smembers(self._keys.runs))  # type: ignore[misc]
+        pipe = self.redis.pipeline(transaction=False)
         for name in names:
             pipe.hmget(self._keys.run(name), ["total", "done", "failed", "cancelled"])
         infos = []
@@ -134,7 +145,7 @@ class Store:
         return infos
 
     async def manifest(self, run: str) -> dict[str, Any] | None:
-        data = await self._redis.get(self._keys.manifest(run))
+        data = await self.redis.get(self._keys.manifest(run))
         return None if data is None else from_json(data)
 
 

@@ -8,8 +8,10 @@ turn's stored body, so whoever holds a body can check it against its key by hash
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import rfc8785
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -114,6 +116,13 @@ class Turn(BaseModel):
         """The request hash: 64 hex digits. Raises BadTurn if the turn has no canonical JSON."""
         return hashlib.sha256(canonical_json(self._identity(), tag_integers=True)).hexdigest()
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's, which would keep the hash of what was copied."""
+        copied = super().model_copy(update=update, deep=deep)
+        for computed in ("hash", "body"):
+            copied.__dict__.pop(computed, None)
+        return copied
+
     def _identity(self) -> dict[str, Any]:
         fields = self.model_dump(exclude_none=True)
         if not fields["sampling"]:
@@ -158,8 +167,6 @@ def _with_large_integers(value: dict[str, Any], tag_integers: bool) -> bytes:
         raise BadTurn(f"no canonical JSON: {error}") from None
     if tag_integers:
         return tagged
-    import json
-
     return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
 
 

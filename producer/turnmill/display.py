@@ -1,0 +1,124 @@
+"""What the command line shows of runs and farms, as rich renderables. Nothing here prints."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from turnmill.client import FarmStatus
+from turnmill.results import Report
+from turnmill.run import Progress, RunEnd
+
+
+def progress_line(progress: Progress) -> str:
+    """A run in one line, for logs and terminals that cannot be redrawn."""
+    outcomes = ", ".join(f"{n} {name}" for name, n in progress.outcomes.items() if n)
+    parts = [
+        f"{progress.ended}/{progress.total} conversations" + (f" ({outcomes})" if outcomes else ""),
+        f"{progress.running} under way",
+        f"turns: {progress.asked} asked, {progress.stored} from the store",
+    ]
+    if progress.tokens:
+        parts.append(f"{progress.tokens / max(progress.seconds, 1e-9):.0f} tokens/s")
+    if not progress.workers:
+        parts.append("no live worker")
+    return " · ".join(parts)
+
+
+class LiveProgress:
+    """A run as it goes, for rich.live: drawn anew from the same Progress each time."""
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        self._name, self._progress = name, progress
+
+    def __rich__(self) -> Group:
+        progress = self._progress
+        bar = ProgressBar(total=max(progress.total, 1), completed=progress.ended, width=40)
+        return Group(
+            Text(f"run {self._name}", style="bold"), bar, Text(progress_line(progress), style="dim")
+        )
+
+
+def report_table(end: RunEnd) -> Table:
+    """A finished attempt as a table of two columns."""
+    report = end.report
+    table = Table(title=f"run {report.run}", title_style="bold", show_header=False, box=None)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    for name, number in report.outcomes.model_dump().items():
+        table.add_row(f"conversations {name}", str(number))
+    if end.unfinished:
+        table.add_row("conversations not ended", str(end.unfinished))
+    for name, number in report.capped.model_dump().items():
+        if number:
+            kind = "turns" if name == "output" else "conversations"
+            table.add_row(f"{kind} capped by {name}", str(number))
+    for kind, number in report.failures.items():
+        table.add_row(f"failures: {kind}", str(number))
+    table.add_row("turns asked", str(report.asked))
+    table.add_row("turns from the store", str(report.from_store))
+    table.add_row("prompt tokens", f"{report.tokens.prompt:,}")
+    table.add_row("  of them cached", f"{report.tokens.cached:,}")
+    table.add_row("completion tokens", f"{report.tokens.completion:,}")
+    table.add_row("seconds", f"{report.seconds:.1f}")
+    if report.asked:
+        table.add_row("tokens/s", _rate(report))
+    for engine in report.engines:
+        table.add_row("engine", f"{engine.engine} {engine.version}, {engine.model}")
+    return table
+
+
+def _rate(report: Report) -> str:
+    """Only an attempt that asked everything itself knows how fast the tokens came."""
+    if report.from_store:
+        return "-"
+    return f"{report.tokens.completion / max(report.seconds, 1e-9):.1f}"
+
+
+def status_tables(status: FarmStatus) -> Group:
+    """Queues, runs and workers."""
+    queues = Table("model", "queued", "running", "due later", "suspects", "workers", title="queues")
+    for model, depth in status.queues.items():
+        live = sum(worker.model == model for worker in status.workers)
+        workers = str(live) if live else "none: turns wait"
+        queues.add_row(
+            model,
+            str(depth.queued),
+            str(depth.running),
+            str(depth.due),
+            str(depth.suspects),
+            workers,
+        )
+    runs = Table("run", "turns", "answered", "failed", "cancelled", title="runs")
+    for run in status.runs:
+        runs.add_row(run.name, str(run.total), str(run.done), str(run.failed), str(run.cancelled))
+    live_workers = Table(
+        "worker",
+        "host",
+        "model",
+        "engine",
+        "slots",
+        "running",
+        "state",
+        "up",
+        "seen",
+        title="workers",
+    )
+    now = time.time()
+    for worker in status.workers:
+        live_workers.add_row(
+            worker.id,
+            f"{worker.host}:{worker.pid}",
+            worker.model,
+            f"{worker.engine.engine} {worker.engine.version}",
+            str(worker.slots),
+            str(worker.running),
+            worker.state,
+            f"{now - worker.started:.0f} s",
+            f"{max(0.0, now - worker.heartbeat):.0f} s ago",
+        )
+    return Group(queues, runs, live_workers)

@@ -1,0 +1,145 @@
+"""A farm on this machine, for `turnmill run` without REDIS_URL: an embedded server and one worker
+process. Both end with this process, in whatever way it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from turnmill.children import parent_death_signal
+from turnmill.errors import TurnmillError
+from turnmill.files import writing
+from turnmill.settings import Farm
+from turnmill.store import Store
+
+log = logging.getLogger("turnmill.local")
+
+CONFIGURATION = 2
+"""The worker's exit code when starting it again cannot help."""
+LONGEST_PAUSE = 30.0
+DRAIN_SECONDS = 2.0
+"""A run that is interrupted does not wait for long answers: they are asked again by the next attempt."""
+
+
+class WorkerUnusable(TurnmillError):
+    """The worker cannot be started as it is configured; the text is its own."""
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """What `run` passes on to the worker that it starts."""
+
+    engine: str
+    model: str | None = None
+    served_name: str | None = None
+    slots: int | None = None
+    engine_arguments: Sequence[str] = ()
+
+    def line(self) -> list[str]:
+        line = [sys.executable, "-m", "turnmill_worker", "--engine", self.engine]
+        for option, value in (
+            ("--model", self.model),
+            ("--served-name", self.served_name),
+            ("--slots", self.slots),
+            ("--drain", DRAIN_SECONDS),
+        ):
+            if value is not None:
+                line += [option, str(value)]
+        return [*line, "--", *self.engine_arguments]
+
+
+class WorkerProcess:
+    """One worker on this machine, started again whenever it ends.
+
+    Start and stop it from the main thread: the kernel ends a child with the thread that started it.
+    """
+
+    def __init__(self, command: WorkerCommand, farm: Farm, log_file: Path) -> None:
+        self._command, self._farm, self.log_file = command, farm, log_file
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        environment = {
+            **os.environ,
+            "REDIS_URL": self._farm.url,
+            "TURNMILL_NAMESPACE": self._farm.namespace,
+        }
+        with writing(self.log_file):
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.log_file, "ab") as output:
+                self._process = subprocess.Popen(
+                    self._command.line(),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C is for us; the worker is told in its turn
+                    preexec_fn=parent_death_signal(),
+                )
+
+    async def served_model(self, store: Store) -> str:
+        """The model name that turns have to ask for, once the worker says that it serves."""
+        while True:
+            for worker in await store.workers():
+                if (
+                    self._process
+                    and worker.pid == self._process.pid
+                    and worker.host == socket.gethostname()
+                ):
+                    return worker.model
+            await asyncio.sleep(0.1)
+
+    async def keep_alive(self) -> None:
+        """Start the worker again when it ends, ever more slowly if it keeps ending. Raises WorkerUnusable
+        when its configuration is wrong."""
+        pause = 1.0
+        while True:
+            started = asyncio.get_running_loop().time()
+            code = await self._ended()
+            if code == CONFIGURATION:
+                raise WorkerUnusable(self.last_words())
+            lived = asyncio.get_running_loop().time() - started
+            pause = 1.0 if lived > 60 else min(pause * 2, LONGEST_PAUSE)
+            log.warning(
+                "the worker ended (%s): %s; it is started again. Its log: %s",
+                _how(code),
+                self.last_words(),
+                self.log_file,
+            )
+            await asyncio.sleep(pause - 1.0)
+            self.start()
+
+    async def _ended(self) -> int:
+        assert self._process is not None
+        return await asyncio.to_thread(self._process.wait)
+
+    def last_words(self) -> str:
+        """The last line of the worker's log."""
+        try:
+            lines = self.log_file.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1].removeprefix("turnmill worker: ") if lines else ""
+
+    def stop(self) -> None:
+        """Let it drain briefly, then end it."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(DRAIN_SECONDS + 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _how(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

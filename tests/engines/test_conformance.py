@@ -1,0 +1,265 @@
+"""What every engine must do, whatever it is. What one alone does is in a file of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from tests.engines.asking import ask, new_rid, turn, until
+
+from turnmill.turn import Turn
+from turnmill_worker.engines.base import Engine, InvalidRequest, NoRoom, Progress
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def endless(text: str = "Tell me of the river") -> Turn:
+    """A turn that only a limit ends."""
+    return turn(text, ignore_eos=True, max_tokens=10_000)
+
+
+def said(message: dict[str, Any]) -> str:
+    return (message.get("reasoning_content") or "") + (message.get("content") or "")
+
+
+async def prompt_tokens(engine: Engine, asked: Turn) -> int:
+    progress = Progress()
+    await ask(engine, asked, progress)
+    tokens: int = progress.request["prompt_tokens"]
+    return tokens
+
+
+async def nearly_full(engine: Engine, left: int) -> str:
+    """A message which leaves at least `left` tokens of the context, and few more."""
+    base = await prompt_tokens(engine, turn("a" + " a" * 10, max_tokens=1))
+    longer = await prompt_tokens(engine, turn("a" + " a" * 20, max_tokens=1))
+    words = (engine.capacity().context - left - base) * 10 // (longer - base)
+    return "a" + " a" * (10 + words)
+
+
+# Answers
+
+
+async def test_a_turn_is_answered(engine: Engine) -> None:
+    answer = await ask(engine, turn("Say hello to the miller"))
+    assert answer.message["role"] == "assistant"
+    assert said(answer.message)
+    assert answer.finish in ("stop", "length")
+    assert answer.usage.prompt_tokens > 0
+    assert 0 < answer.usage.completion_tokens <= 8
+    assert answer.logprobs is None
+    assert engine.running() == 0
+
+
+async def test_greedy_answers_are_equal(engine: Engine) -> None:
+    first, second = [await ask(engine, turn("Why is the sky blue?")) for _ in range(2)]
+    assert first.message == second.message
+
+
+async def test_more_turns_than_slots_are_all_answered(engine: Engine) -> None:
+    asked = [turn("grain" + " grain" * n) for n in range(engine.capacity().slots + 4)]
+    alone = [await prompt_tokens(engine, each) for each in (asked[0], asked[-1])]
+    together = asyncio.gather(*(ask(engine, each) for each in asked))
+    await until(lambda: engine.running() > 1)
+    answers = await together
+    lengths = [answer.usage.prompt_tokens for answer in answers]
+    assert (lengths[0], lengths[-1]) == tuple(alone)
+    assert all(shorter < longer for shorter, longer in pairwise(lengths))
+    assert all(said(answer.message) for answer in answers)
+    assert engine.running() == 0
+
+
+async def test_history_is_part_of_the_prompt(engine: Engine) -> None:
+    history: list[str | dict[str, Any]] = [
+        "Where is the mill?",
+        {"role": "assistant", "content": "By the river."},
+        "Which river?",
+    ]
+    first = await ask(engine, turn(*history[:1]))
+    last = await ask(engine, turn(*history))
+    assert last.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+async def test_tools_and_their_results_are_taken(engine: Engine) -> None:
+    call = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    answer = await ask(
+        engine,
+        turn(
+            {"role": "user", "content": [{"type": "text", "text": "How is the weather in Oslo?"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "call_1", "type": "function", "function": call}],
+            },
+            {
+                "role": "tool",
+                "tool_call_id": "call_1",
+                "content": [{"type": "text", "text": "sunny"}],
+            },
+            tools=[WEATHER],
+        ),
+    )
+    assert answer.message["role"] == "assistant"
+
+
+# Limits
+
+
+async def test_an_output_cap_is_reported(engine: Engine) -> None:
+    answer = await ask(engine, turn("Tell me a story", ignore_eos=True, max_tokens=5))
+    assert answer.finish == "length"
+    assert (answer.limited_by, answer.limit) == ("output", 5)
+    assert answer.usage.completion_tokens == 5
+
+
+async def test_a_prompt_without_room_never_reaches_the_engine(engine: Engine) -> None:
+    progress = Progress()
+    with pytest.raises(NoRoom) as refused:
+        await ask(engine, turn("word " * engine.capacity().context), progress)
+    assert refused.value.prompt_tokens >= refused.value.limit
+    assert 0 < refused.value.limit <= engine.capacity().context
+    assert progress.sent is None
+    assert engine.running() == 0
+
+
+async def test_an_answer_is_cut_to_the_room_that_is_left(engine: Engine) -> None:
+    context = engine.capacity().context
+    answer = await ask(
+        engine, turn(await nearly_full(engine, left=8), ignore_eos=True, max_tokens=100)
+    )
+    assert answer.finish == "length"
+    assert (answer.limited_by, answer.limit) == ("context", context)
+    assert answer.usage.prompt_tokens + answer.usage.completion_tokens == context
+
+
+async def test_without_max_tokens_the_context_is_the_limit(engine: Engine) -> None:
+    asked = turn(await nearly_full(engine, left=8), ignore_eos=True, max_tokens=None)
+    answer = await ask(engine, asked)
+    assert (answer.finish, answer.limited_by) == ("length", "context")
+
+
+async def test_a_stop_string_ends_an_answer_and_is_not_in_it(engine: Engine) -> None:
+    asked = "The miller and the river"
+    whole = said((await ask(engine, turn(asked, ignore_eos=True, max_tokens=24))).message)
+    stop = whole[len(whole) // 2 :][:3]
+    answer = await ask(engine, turn(asked, ignore_eos=True, max_tokens=24, stop=[stop]))
+    assert answer.finish == "stop"
+    assert answer.limited_by is None
+    assert said(answer.message) == whole[: whole.index(stop)]
+
+
+async def test_logprobs_have_openais_shape(engine: Engine) -> None:
+    asked = turn("Say hello", ignore_eos=True, max_tokens=4, logprobs=True, top_logprobs=2)
+    answer = await ask(engine, asked)
+    assert answer.logprobs is not None
+    content = answer.logprobs["content"]
+    assert len(content) == answer.usage.completion_tokens
+    for token in content:
+        assert set(token) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert len(token["top_logprobs"]) == 2
+        for entry in (token, *token["top_logprobs"]):
+            assert isinstance(entry["token"], str)
+            assert entry["logprob"] <= 0
+            assert entry["bytes"] is None or all(0 <= byte < 256 for byte in entry["bytes"])
+        best, second = (entry["logprob"] for entry in token["top_logprobs"])
+        assert token["logprob"] == best >= second
+
+
+async def test_a_wrong_turn_is_refused_as_such(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="(?i)type|response_format"):
+        await ask(engine, turn("Say hello", response_format={"type": "nonsense"}))
+    assert engine.running() == 0
+
+
+# Cancelling
+
+
+async def test_a_cancelled_turn_leaves_the_engine(engine: Engine) -> None:
+    progress = Progress()
+    task = asyncio.create_task(ask(engine, endless(), progress))
+    await until(lambda: progress.tokens)
+    assert engine.running() == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: engine.running() == 0)
+    assert (await ask(engine, turn("Say hello"))).message
+
+
+async def test_turns_that_still_wait_can_be_cancelled(engine: Engine) -> None:
+    count = engine.capacity().slots + 2
+    tasks = [asyncio.create_task(ask(engine, endless())) for _ in range(count)]
+    await until(lambda: engine.running() == count)
+    for task in tasks:
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+    await until(lambda: engine.running() == 0)
+    assert (await ask(engine, turn("Say hello"))).message
+
+
+async def test_abort_ends_a_turn(engine: Engine) -> None:
+    progress, rid = Progress(), new_rid()
+    task = asyncio.create_task(engine.answer(endless(), rid, progress))
+    await until(lambda: progress.tokens)
+    await engine.abort(rid)
+    await asyncio.wait({task})
+    assert task.cancelled() or task.result().message
+    await until(lambda: engine.running() == 0)
+
+
+async def test_aborting_an_unknown_turn_does_nothing(engine: Engine) -> None:
+    await engine.abort(new_rid())
+    assert await engine.healthy()
+
+
+# What an engine says of itself
+
+
+def test_identity_is_complete(engine: Engine) -> None:
+    identity = engine.identity
+    assert all((identity.engine, identity.version, identity.model, identity.dtype))
+    assert engine.served_name
+
+
+async def test_capacity_is_constant(engine: Engine) -> None:
+    before = engine.capacity()
+    assert before.slots >= 1
+    assert before.context >= 2
+    assert before.kv_tokens is None or before.kv_tokens >= before.context
+    await ask(engine, turn("Say hello"))
+    assert engine.capacity() == before
+
+
+async def test_a_working_engine_is_healthy(engine: Engine) -> None:
+    assert await engine.healthy()
+
+
+async def test_the_request_is_described(engine: Engine) -> None:
+    described = [Progress() for _ in range(3)]
+    for text, progress in zip(("one", "one", "two"), described, strict=True):
+        answer = await ask(engine, turn(text, top_p=0.5), progress)
+        assert set(progress.request) == {"endpoint", "prompt_tokens", "prompt_digest", "sampling"}
+        assert progress.request["prompt_tokens"] == answer.usage.prompt_tokens
+        assert progress.request["sampling"]["top_p"] == 0.5
+    one, same, other = (progress.request["prompt_digest"] for progress in described)
+    assert one == same != other
+
+
+async def test_progress_is_told_in_order(engine: Engine) -> None:
+    progress = Progress()
+    answer = await ask(engine, turn("Say hello"), progress)
+    times = progress.times()
+    stages = [times.rendered, times.sent, times.first_token, times.last_token, times.finished]
+    assert None not in stages
+    assert stages == sorted(stages, key=lambda at: at or 0)
+    assert progress.tokens == answer.usage.completion_tokens
