@@ -55,7 +55,9 @@ class _Interrupted(BaseException):
 @click.option("--verbose", "-v", is_flag=True, help="Say more.")
 def cli(verbose: bool) -> None:
     """A durable queue of conversation turns in front of one inference engine."""
-    handler = RichHandler(console=err, show_path=False, show_time=False, markup=False)
+    handler: logging.Handler = logging.StreamHandler()  # a log file wants whole lines
+    if err.is_terminal:
+        handler = RichHandler(console=err, show_path=False, show_time=False, markup=False)
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(message)s", handlers=[handler]
     )
@@ -273,12 +275,20 @@ def _embedded(data: Path | None, namespace: str | None) -> Iterator[Farm]:
 
 
 async def _only_model(client: Client) -> str:
-    models = sorted({worker.model for worker in (await client.status()).workers})
-    if len(models) == 1:
-        return models[0]
-    if not models:
-        raise UsageError("no live worker to take the model's name from: give --model NAME")
-    raise UsageError(f"workers serve {', '.join(models)}: choose one with --model")
+    """The model that the live workers serve, once there is a worker."""
+    said = False
+    while True:
+        models = sorted({worker.model for worker in await client.store.workers()})
+        if len(models) == 1:
+            return models[0]
+        if models:
+            raise UsageError(f"workers serve {', '.join(models)}: choose one with --model")
+        if not said:
+            err.print(
+                "no live worker yet, and no --model: waiting for a worker to say what it serves"
+            )
+        said = True
+        await asyncio.sleep(1.0)
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:

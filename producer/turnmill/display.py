@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from turnmill.client import FarmStatus
-from turnmill.results import Report
 from turnmill.run import Progress, RunEnd
 
 
@@ -35,12 +34,13 @@ class LiveProgress:
     def __init__(self, name: str, progress: Progress) -> None:
         self._name, self._progress = name, progress
 
-    def __rich__(self) -> Group:
+    def __rich__(self) -> Table:
         progress = self._progress
-        bar = ProgressBar(total=max(progress.total, 1), completed=progress.ended, width=40)
-        return Group(
-            Text(f"run {self._name}", style="bold"), bar, Text(progress_line(progress), style="dim")
-        )
+        lines = Table.grid()
+        lines.add_row(Text(f"run {self._name}", style="bold"))
+        lines.add_row(ProgressBar(total=max(progress.total, 1), completed=progress.ended, width=60))
+        lines.add_row(Text(progress_line(progress), style="dim"))
+        return lines
 
 
 def report_table(end: RunEnd) -> Table:
@@ -65,18 +65,11 @@ def report_table(end: RunEnd) -> Table:
     table.add_row("  of them cached", f"{report.tokens.cached:,}")
     table.add_row("completion tokens", f"{report.tokens.completion:,}")
     table.add_row("seconds", f"{report.seconds:.1f}")
-    if report.asked:
-        table.add_row("tokens/s", _rate(report))
+    if end.tokens_made:
+        table.add_row("tokens/s", f"{end.tokens_made / max(report.seconds, 1e-9):.1f}")
     for engine in report.engines:
         table.add_row("engine", f"{engine.engine} {engine.version}, {engine.model}")
     return table
-
-
-def _rate(report: Report) -> str:
-    """Only an attempt that asked everything itself knows how fast the tokens came."""
-    if report.from_store:
-        return "-"
-    return f"{report.tokens.completion / max(report.seconds, 1e-9):.1f}"
 
 
 def status_tables(status: FarmStatus) -> Group:

@@ -84,11 +84,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How an attempt at a run ended. `budget_spent`: it stopped because too many conversations failed."""
+    """How an attempt at a run ended. `budget_spent`: it stopped because too many conversations failed.
+    `unfinished`: conversations that have not ended. `tokens_made`: completion tokens of this attempt."""
 
     report: Report
     budget_spent: bool
     unfinished: int
+    tokens_made: int
 
 
 class _Stopped(Exception):
@@ -180,7 +182,7 @@ class Run:
             self._files.write_report(report)
         else:
             self._files.finish(ordered, report)
-        return RunEnd(report, self._stopping, unfinished)
+        return RunEnd(report, self._stopping, unfinished, self.progress.tokens)
 
     # One conversation
 

@@ -46,8 +46,8 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture(scope="session")
 def sim_engine() -> Iterator[Engine]:
-    arguments = "--slots 4 --context 256 --latency 0.002 --tokens-per-second 500".split()
-    engine = load("sim")(EngineSettings(arguments=tuple(arguments)))
+    speed = ("--latency", "0.002", "--tokens-per-second", "500")
+    engine = load("sim")(EngineSettings(slots=4, arguments=("--context", "256", *speed)))
     yield engine
     engine.close()
 

@@ -201,7 +201,7 @@ class TurnWorker(Worker):
         def watch(task: asyncio.Task[Any]) -> None:
             if not task.cancelled() and task.exception() is not None:
                 log.critical("a background task died", exc_info=task.exception())
-                self._end(1)
+                self._end(ENGINE_DIED)
 
         task = self.loop.create_task(work)
         task.add_done_callback(watch)
@@ -249,17 +249,15 @@ class TurnWorker(Worker):
             self._kick.clear()
             room = self._room()
             if self._finished or room or self._unanswered:
-                if not await self._exchange(room):
-                    await asyncio.sleep(BACK_OFF)
-                    continue
-                await asyncio.sleep(0)  # let what was claimed start, and what has ended finish
-                if self._finished or (self._more and self._room()):
-                    continue
+                answered = await self._exchange(room)
+                # Let what was claimed start, and what has ended finish.
+                await asyncio.sleep(0 if answered else BACK_OFF)
             if self._stopping and not self._running and not self._finished:
                 assert self.main_task is not None
                 self.main_task.cancel()
                 return
-            break
+            if not (self._finished or (self._more and self._room())):
+                break
         if len(self._running) < self.max_jobs and self.allow_pick_jobs:
             self._idle.set()
         try:
@@ -320,7 +318,7 @@ class TurnWorker(Worker):
 
     async def _handed_in(self, group: list[Finish], answer: Any) -> None:
         if isinstance(answer, Exception):
-            if passes(answer) or (len(group) == 1 and isinstance(answer, NoScriptError)):
+            if passes(answer):
                 self._finished = group + self._finished
             elif len(group) > 1:
                 # One of them is refused for itself: hand them in one by one.

@@ -60,8 +60,9 @@ for i = 5, #ARGV, 3 do
   elseif left then
     state = left
   else
+    local again = swept  -- CLAIM may have dropped its hint
     if swept then C('SREM', SWEEP, h); C('SADD', TURNS, h) end
-    local kind, again = C('HGET', failure_key(h), 'kind'), false
+    local kind = C('HGET', failure_key(h), 'kind')
     if kind and fresh and (not STAYS[kind] or flags:find('r', 1, true)) then
       C('RPUSH', N .. 'y:' .. h, C('HGET', failure_key(h), 'record'))
       count(h, 'failed', -1)

