@@ -36,6 +36,7 @@ from turnmill.output import PARTIAL, REPLIES, RunFiles, read_results
 from turnmill.run import Run, RunEnd, RunSettings
 from turnmill.scaffolds.multi_turn_chat import multi_turn_chat
 from turnmill.settings import Farm, check_name
+from turnmill.tasks import end_tasks
 from turnmill.turn import Sampling, explain
 
 BUDGET_SPENT, USAGE, PERMANENT = 1, 2, 3
@@ -229,7 +230,7 @@ def _report(end: RunEnd, folder: Path, as_json: bool) -> int:
 
 
 async def _show_while(a_run: Run, name: str) -> RunEnd:
-    driving = asyncio.ensure_future(a_run.drive())
+    driving = asyncio.create_task(a_run.drive())
     try:
         if err.is_terminal:
             with Live(
@@ -242,8 +243,7 @@ async def _show_while(a_run: Run, name: str) -> RunEnd:
                 err.print(display.progress_line(a_run.progress), markup=False, soft_wrap=True)
         return await driving
     finally:
-        driving.cancel()
-        await asyncio.gather(driving, return_exceptions=True)
+        await end_tasks([driving])
 
 
 @contextlib.asynccontextmanager
@@ -264,8 +264,7 @@ async def _kept_alive(worker: WorkerProcess | None) -> Any:
             keeper.result()
         raise
     finally:
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
+        await end_tasks([keeper])
 
 
 @contextlib.contextmanager

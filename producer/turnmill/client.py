@@ -26,6 +26,7 @@ from turnmill.queue import BATCH_BYTES, BATCH_TURNS, Ask, Depth, Lane, Queue, St
 from turnmill.reply import Reply, Trace
 from turnmill.settings import Farm, check_name
 from turnmill.store import Ending, RunInfo, Store, WorkerInfo
+from turnmill.tasks import end_tasks
 from turnmill.turn import Turn
 from turnmill.wire import encode_turn
 
@@ -119,14 +120,8 @@ class Client:
 
     async def close(self) -> None:
         """Stop waiting. Turns that were submitted stay submitted."""
-        tasks = [
-            self._poller,
-            *(t for lane in self._lanes.values() for t in (lane.flush, lane.reader)),
-        ]
-        running = [task for task in tasks if task is not None]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        lanes = self._lanes.values()
+        await end_tasks([self._poller, *(t for lane in lanes for t in (lane.flush, lane.reader))])
         for pending in self._pending.values():
             pending.state.cancel()
             pending.ending.cancel()

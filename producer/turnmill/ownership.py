@@ -15,6 +15,7 @@ from redis.asyncio.lock import Lock
 from redis.exceptions import LockError, LockNotOwnedError, RedisError
 
 from turnmill.errors import RunInUse
+from turnmill.tasks import end_tasks
 
 log = logging.getLogger("turnmill.run")
 
@@ -41,7 +42,7 @@ async def sole_producer(redis: Redis, key: str, run: str) -> AsyncIterator[async
     try:
         yield usurped
     finally:
-        keeper.cancel()
+        await end_tasks([keeper])
         usurped.cancel()
         with suppress(LockError, RedisError, OSError):
             await lock.release()

@@ -27,6 +27,7 @@ from turnmill.ownership import sole_producer
 from turnmill.reply import Reply
 from turnmill.results import ConversationResult, Outcome, Report, TurnResult
 from turnmill.scaffolds.base import Scaffold
+from turnmill.tasks import end_tasks
 from turnmill.turn import Message, Sampling, Tool, Turn
 
 log = logging.getLogger("turnmill.run")
@@ -134,8 +135,7 @@ class Run:
                     usurped.result()
                 raise
             finally:
-                driver.cancel()
-                await asyncio.gather(driver, return_exceptions=True)
+                await end_tasks([driver])
 
     async def _drive_all(self) -> RunEnd:
         waiting = iter(self._conversations)
@@ -158,9 +158,7 @@ class Run:
                 tasks.discard(task)
                 task.result()
         finally:
-            for task in [*tasks, refresher]:
-                task.cancel()
-            await asyncio.gather(*tasks, refresher, return_exceptions=True)
+            await end_tasks([*tasks, refresher])
         return await self._finish()
 
     async def _finish(self) -> RunEnd:

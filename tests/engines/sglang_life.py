@@ -2,23 +2,27 @@
 
     python sglang_life.py MODEL ARGUMENT...
 
-It closes one engine while a call waits, builds a second, kills that one's scheduler under nine
-calls, and prints what it saw as one line of JSON. What it must not leave behind is on stderr.
+One engine it cannot start. The next it closes while a call waits. The third one's scheduler it kills
+under nine calls. It prints what it saw as one line of JSON; what it must not leave behind is on
+stderr.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import psutil
 
+from turnmill.errors import UsageError
 from turnmill.turn import Turn
 from turnmill_worker.engines.base import EngineSettings, Progress
 from turnmill_worker.engines.sglang import SGLangEngine, build
@@ -28,7 +32,26 @@ ENDLESS = {"max_new_tokens": 400, "ignore_eos": True}
 
 def main() -> None:
     settings = EngineSettings(model=sys.argv[1], arguments=tuple(sys.argv[2:]))
-    print(json.dumps({"close": closed(build(settings)), "death": killed(build(settings))}))
+    seen = {
+        "start": refused(settings),
+        "close": closed(build(settings)),
+        "death": killed(build(settings)),
+    }
+    print(json.dumps(seen))
+
+
+def refused(settings: EngineSettings) -> dict[str, Any]:
+    """A start that SGLang gives up when its processes are there already."""
+    wrong = (*settings.arguments, "--chat-template", "/no/such/template")
+    try:
+        build(replace(settings, arguments=wrong))
+    except UsageError as error:
+        return {
+            "error": str(error),
+            "children": len(multiprocessing.active_children()),
+            "threads": engine_threads(),
+        }
+    return {}
 
 
 def closed(engine: SGLangEngine) -> dict[str, Any]:
@@ -43,7 +66,7 @@ def closed(engine: SGLangEngine) -> dict[str, Any]:
     return {
         "waiting": errors,
         "children": sum(psutil.pid_exists(child.pid) for child in children),
-        "threads": [t.name for t in threading.enumerate() if "sglang" in t.name],
+        "threads": engine_threads(),
         "later": note_error([], engine.generate),
         "own_signal_handler": before is not signal.SIG_DFL,
         "signal_handler_left": signal.getsignal(signal.SIGQUIT) is not signal.SIG_DFL,
@@ -107,6 +130,10 @@ async def health(engine: SGLangEngine) -> str:
         return str(await engine.healthy())
     except Exception as error:
         return type(error).__name__
+
+
+def engine_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "sglang" in thread.name]
 
 
 def wait_until(state: Any) -> None:

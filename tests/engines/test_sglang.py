@@ -392,8 +392,8 @@ async def test_reasoning_is_kept_and_passed_back(
         answer.message,
         {"role": "user", "content": "Go on"},
     ]
-    request, _ = sglang_engine._render(make_turn(history), new_rid())
-    prompt = sglang_engine._manager.tokenizer.decode(request.input_ids)
+    *_, ids = sglang_engine._render(make_turn(history), new_rid())
+    prompt = sglang_engine._manager.tokenizer.decode(ids)
     assert f"<think>\nA\n</think>\n\n{answer.message['content']}<|im_end|>" in prompt
 
 
@@ -692,6 +692,9 @@ def test_life_and_death_in_a_process_of_its_own(life: Future[Life]) -> None:
     """Closing ends thread and processes; the death of a process fails every call; nothing is left."""
     seen = life.result()
     assert seen.status == 0, seen.errors[-3000:]
+    start = seen.result["start"]
+    assert start.pop("error").startswith("engine sglang: Chat template /no/such/template is not")
+    assert start == {"children": 0, "threads": []}
     assert seen.result["close"] == {
         "waiting": ["EngineDied"],
         "children": 0,

@@ -24,6 +24,7 @@ from redis.exceptions import NoScriptError, RedisError
 from turnmill.faults import passes
 from turnmill.settings import Farm
 from turnmill.store import WorkerInfo
+from turnmill.tasks import end_tasks
 from turnmill_worker.claim import Claim, Company, Finish, read_claims, requeue
 from turnmill_worker.engines.base import Engine, EngineDied, Progress
 from turnmill_worker.job import answer_turn
@@ -132,9 +133,7 @@ class TurnWorker(Worker):
         finally:
             keeper.stop()
             await asyncio.to_thread(keeper.join, 2)
-            for task in self._background:
-                task.cancel()
-            await asyncio.gather(*self._background, return_exceptions=True)
+            await end_tasks(self._background)
 
     def stop(self) -> None:
         """Drain: claim nothing more, finish what ends in time, hand back the rest. The second call hands

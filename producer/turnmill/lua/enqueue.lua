@@ -33,6 +33,8 @@ end
 local states, going, new, joined_turns = {}, {}, {}, {}
 local done, failed = 0, 0
 
+local function give_time(h) C('ZADD', Q .. 'deadlines', now + deadline, h .. run) end
+
 -- This run waits for the turn from now on. Returns whether it did not before.
 local function join(h)
   if C('HSETNX', waiters_key(h), run, class .. now) == 0 then return false end
@@ -42,7 +44,7 @@ local function join(h)
     C('HINCRBY', RUN, how == 'cancelled' and 'cancelled' or 'failed', -1)
   end
   joined_turns[#joined_turns + 1] = h
-  if deadline > 0 then C('ZADD', Q .. 'deadlines', now + deadline, h .. run) end
+  if deadline > 0 then give_time(h) end
   return true
 end
 
@@ -52,21 +54,23 @@ for i = 5, #ARGV, 3 do
   local h, flags, body = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local fresh = flags:find('f', 1, true)
   local swept = sweeping and C('SISMEMBER', SWEEP, h) == 1
-  local left = not fresh and (C('HGET', leavers_key(h), run) or (swept and 'cancelled'))
+  local answered = C('EXISTS', reply_key(h)) == 1
+  local left = not fresh and not answered and (C('HGET', leavers_key(h), run) or (swept and 'cancelled'))
+  if swept and not left then C('SREM', SWEEP, h); C('SADD', TURNS, h) end
   local state
-  if C('EXISTS', reply_key(h)) == 1 then
+  if answered then
     state = 'answered'
     if join(h) then done = done + 1 end
   elseif left then
     state = left
   else
     local again = swept  -- CLAIM may have dropped its hint
-    if swept then C('SREM', SWEEP, h); C('SADD', TURNS, h) end
     local kind = C('HGET', failure_key(h), 'kind')
     if kind and fresh and (not STAYS[kind] or flags:find('r', 1, true)) then
       C('RPUSH', N .. 'y:' .. h, C('HGET', failure_key(h), 'record'))
       count(h, 'failed', -1)
       C('DEL', failure_key(h))
+      if deadline > 0 then give_time(h) else C('ZREM', Q .. 'deadlines', h .. run) end
       kind, again = nil, true
     end
     if kind then

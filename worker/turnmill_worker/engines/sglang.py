@@ -19,6 +19,7 @@ import importlib.metadata
 import io
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("turnmill.engines.sglang")
 
-_STREAM_INTERVAL = 16
+_STREAM_INTERVAL = 32
 """Tokens between two looks at a growing answer. Fewer only wake the loop more often."""
 
 _PATIENCE = 30.0
@@ -209,7 +210,7 @@ class SGLangEngine:
         try:
             return await task
         finally:
-            del self._answers[rid]
+            self._answers.pop(rid, None)
 
     async def abort(self, rid: str) -> None:
         if task := self._answers.get(rid):
@@ -217,8 +218,7 @@ class SGLangEngine:
 
     async def _answer(self, turn: Turn, rid: str, progress: Progress) -> Answer:
         self._check()
-        request, body = await self._in_thread(self._render, turn, rid)
-        prompt = await self._in_thread(self._prompt_of, request)
+        request, body, prompt = await self._in_thread(self._render, turn, rid)
         space = room(
             len(prompt),
             turn.sampling.max_tokens,
@@ -238,9 +238,9 @@ class SGLangEngine:
         output = await asyncio.wrap_future(self._thread.submit(self._receive(request, progress)))
         return await self._in_thread(self._parse, turn, body, output, space)
 
-    def _render(self, turn: Turn, rid: str) -> tuple[Any, Any]:
-        """SGLang's request for a turn, as its HTTP server would make it, and the chat request that it
-        was made of."""
+    def _render(self, turn: Turn, rid: str) -> tuple[Any, Any, list[int]]:
+        """SGLang's request for a turn, as its HTTP server would make it; the chat request that it was
+        made of; and the prompt's token ids."""
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
         fields = turn.model_dump(
@@ -265,7 +265,7 @@ class SGLangEngine:
         # Chunks that are not the whole answer so far would have to be put together here.
         request.stream = not self._manager.incremental_streaming_output
         request.sampling_params["stream_interval"] = _STREAM_INTERVAL
-        return request, body
+        return request, body, self._prompt_of(request)
 
     def _prompt_of(self, request: Any) -> list[int]:
         """The prompt's token ids. For a request with images SGLang wants text, into which it will put
@@ -450,11 +450,16 @@ def _launch(arguments: Any) -> Any:
     """On the loop thread: the engine, its processes running."""
     from sglang.srt.entrypoints.engine import Engine
 
+    others = set(multiprocessing.active_children())
     try:
         engine = Engine(server_args=arguments)
-    except RuntimeError as error:
-        raise EngineDied(f"SGLang did not start: {_first_line(error)}") from error
     except Exception as error:
+        # Those that it has started die with this thread, but not while they are still importing.
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+            process.join()
+        if isinstance(error, RuntimeError) and "nitialization" in str(error):
+            raise EngineDied(f"SGLang did not start: {_first_line(error)}") from error
         raise UsageError(f"engine sglang: {_first_line(error)}") from error
     if engine.tokenizer_manager is None:
         # A node of rank above 0 is inside Engine() for as long as rank 0 lives.

@@ -66,9 +66,13 @@ if oldest[1] then
       return answer(0, 1)
     end
   elseif now - tonumber(oldest[2]) > SUSPECT_WAIT then
-    if C('SET', Q .. 'clearing', worker, 'NX', 'PX', 6 * lease) or C('GET', Q .. 'clearing') == worker then
-      C('PEXPIRE', Q .. 'clearing', 6 * lease)
+    -- Only the first time: a worker with room would be woken by itself for as long as it empties.
+    if C('SET', Q .. 'clearing', worker, 'NX', 'PX', 6 * lease) then
       wake()
+      return answer(0, 1)
+    end
+    if C('GET', Q .. 'clearing') == worker then
+      C('PEXPIRE', Q .. 'clearing', 6 * lease)
       return answer(0, 1)
     end
   end
@@ -115,7 +119,9 @@ local function serve(class, limit)
     end
     if used > 0 then C('LPOP', list, used) end
     write_leases()
-    served_at, limit = vt, limit - taken
+    -- The last turn's place in time, not the first's: who comes back meanwhile starts from there.
+    if taken > 0 then served_at = vt + (taken - 1) / weight end
+    limit = limit - taken
     vt = vt + taken / weight
     if #hints == 0 then
       C('ZREM', READY, run)

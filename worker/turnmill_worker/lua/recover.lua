@@ -8,8 +8,12 @@ for i = 1, #entries, 2 do
   if token_of(owner) == token then
     C('HDEL', OWNERS, h)
     C('ZREM', LEASES, h)
-    note_try(h, owner, 'handback')
-    requeue(h, run_of(owner))
+    if wanted(h) then
+      note_try(h, owner, 'handback')
+      requeue(h, run_of(owner))
+    else
+      forget_open(h)
+    end
     back = back + 1
   end
 end

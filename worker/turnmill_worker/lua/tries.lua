@@ -34,7 +34,9 @@ local function strike(h, owner)
     C('HINCRBY', tries_key(h), 'strikes', 1)
     return false
   end
-  local tries = tonumber(C('HGET', tries_key(h), 'tries') or 1)
+  local tries, log = tonumber(C('HGET', tries_key(h), 'tries')), C('HGET', tries_key(h), 'log')
+  C('SET', trace_key(h), '{"v":1,"hash":"' .. h .. '","worker":"' .. owner:sub(1, 8)
+    .. '","outcome":"failed","earlier":[' .. log .. ']}')
   fail(h, 'poison', cjson.encode({ v = 1, hash = h, kind = 'poison', tries = tries,
     text = 'its worker died ' .. tries .. ' times while answering it, the last time with nothing else in it' }))
   return true

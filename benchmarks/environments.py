@@ -1,0 +1,30 @@
+"""Environments of their own for rivals, made once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.farm import ROOT
+
+
+def rival_python(name: str, requirements: Sequence[str], say: Callable[[str], None]) -> Path:
+    """The Python of `.venvs/rival-NAME`, in which these requirements are installed."""
+    folder = ROOT / ".venvs" / f"rival-{name}"
+    python, ready = folder / "bin" / "python", folder / "ready"
+    wanted = "\n".join(requirements)
+    if not ready.exists() or ready.read_text() != wanted:
+        say(f"making {folder.relative_to(ROOT)}")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, *requirements], check=True)
+        ready.write_text(wanted)
+    return python
+
+
+def sglang_python() -> Path | None:
+    """The Python with the real SGLang for the CPU, if that environment has been made."""
+    python = ROOT / ".venvs" / "sglang" / "bin" / "python"
+    return python if python.exists() else None
