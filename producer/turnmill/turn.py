@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -22,6 +23,9 @@ HASH_VERSION = 1
 """Part of the hashed JSON; it changes only if the meaning of an existing field changes."""
 
 _MAX_EXACT_INT = 2**53 - 1
+_MANY_DIGITS = re.compile(rb"[0-9]{16}")
+"""In JSON without it there is no integer beyond 2^53-1."""
+_WRITTEN_WITH_EXPONENT = 1e21
 
 
 class Message(BaseModel):
@@ -151,13 +155,17 @@ def canonical_json(value: dict[str, Any], *, tag_integers: bool) -> bytes:
     """RFC 8785 canonical JSON, in UTF-8. Integers beyond 2^53-1, which it has not, become
     `{"$int": "..."}` with `tag_integers`, else stay as they are. Raises BadTurn if there is none."""
     try:
-        return rfc8785.dumps(value)
+        plain = rfc8785.dumps(value)
     except rfc8785.IntegerDomainError:
         # JSON numbers are doubles to RFC 8785; tool schemas have larger integers. They are hashed
         # as a tagged decimal string, exactly, and stored as they are.
         return _with_large_integers(value, tag_integers)
     except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
         raise BadTurn(f"no canonical JSON: {error}") from None
+    # A float like 1e20 is written as an integer, and will be one when it is read again.
+    if tag_integers and _MANY_DIGITS.search(plain):
+        return rfc8785.dumps(_tag(value))
+    return plain
 
 
 def _with_large_integers(value: dict[str, Any], tag_integers: bool) -> bytes:
@@ -175,6 +183,10 @@ def _tag(value: Any) -> Any:
         return {key: _tag(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_tag(item) for item in value]
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _MAX_EXACT_INT:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if abs(value) <= _MAX_EXACT_INT:
+        return value
+    if isinstance(value, int):
         return {"$int": str(value)}
-    return value
+    return {"$int": rfc8785.dumps(value).decode()} if abs(value) < _WRITTEN_WITH_EXPONENT else value
