@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import redis
 from redis.asyncio import Redis
@@ -13,6 +14,12 @@ from tests.by_hand import ByHand
 from tests.processes import SimWorker, ValkeyServer, until
 
 from turnmill.settings import Farm
+
+# The same examples every time, on machines of any speed.
+hypothesis.settings.register_profile(
+    "turnmill", deadline=None, derandomize=True, max_examples=50, database=None
+)
+hypothesis.settings.load_profile("turnmill")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from redis.asyncio.lock import Lock
 from redis.exceptions import LockError, LockNotOwnedError, RedisError
 
 from turnmill.errors import RunInUse
+from turnmill.faults import patiently
 from turnmill.tasks import end_tasks
 
 log = logging.getLogger("turnmill.run")
@@ -30,13 +31,20 @@ async def sole_producer(redis: Redis, key: str, run: str) -> AsyncIterator[async
     """
     lock = Lock(redis, key, timeout=HOLD_SECONDS, blocking=False, thread_local=False)
     me = _self()
-    if not await lock.acquire(token=me):
+
+    async def acquire() -> str:
+        """Empty, or who holds it."""
+        if await lock.acquire(token=me):
+            return ""
         holder = await _holder(redis, key)
-        if not _is_dead(holder) or not await _take_over(lock, holder, me):
-            raise RunInUse(
-                f"run {run!r} has a producer: {_named(holder)}. If that one was killed, "
-                f"its hold ends within {HOLD_SECONDS:.0f} s"
-            )
+        return "" if _is_dead(holder) and await _take_over(lock, holder, me) else holder
+
+    holder = await patiently(acquire, patience=None, doing=f"run {run}")
+    if holder:
+        raise RunInUse(
+            f"run {run!r} has a producer: {_named(holder)}. If that one was killed, "
+            f"its hold ends within {HOLD_SECONDS:.0f} s"
+        )
     usurped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     keeper = asyncio.create_task(_hold(lock, redis, key, run, me, usurped))
     try:
@@ -54,10 +62,7 @@ async def _hold(
     while True:
         await asyncio.sleep(HOLD_SECONDS / 3)
         try:
-            await lock.reacquire()
-        except LockNotOwnedError:
-            # It lapsed while Redis was away or this process stood still.
-            if await lock.acquire(token=me):
+            if await _still_ours(lock, me):
                 continue
             holder = await _holder(redis, key)
             if not usurped.done():
@@ -65,6 +70,15 @@ async def _hold(
             return
         except (RedisError, OSError) as error:
             log.debug("the run's lease cannot be renewed now: %s", error)
+
+
+async def _still_ours(lock: Lock, me: str) -> bool:
+    try:
+        await lock.reacquire()
+    except LockNotOwnedError:
+        # It lapsed while Redis was away or this process stood still; nobody may have taken it.
+        return bool(await lock.acquire(token=me))
+    return True
 
 
 async def _take_over(lock: Lock, holder: str, me: str) -> bool:

@@ -124,7 +124,7 @@ class Run:
         redis, keys = self._client.store.redis, self._client.farm.keys
         producer = sole_producer(redis, keys.producer(self.settings.name), self.settings.name)
         async with producer as usurped:
-            await self._check_manifest()
+            await patiently(self._check_manifest, patience=None, doing="reading the run's manifest")
             driver = asyncio.create_task(self._drive_all())
             # Another producer's answers would be mixed with ours: whoever was usurped stops at once.
             usurped.add_done_callback(lambda _: driver.cancel())

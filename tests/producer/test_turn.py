@@ -60,7 +60,11 @@ GOLDEN = {
     "numbers": with_schema({"enum": [1e20, 2**64, 0.1, -0.0, 1e21, 5e-324, None, True]}),
 }
 HASHES = {
-    "plain": "PIN",
+    "plain": "173b933ab15ddf9a9673028f6c8e1b401b0c4ae6fe8fcdc742a3b57349b6fe5b",
+    "all fields": "0a044e95c519474bcb9cad1b57ea4f0ba6d3f760e1fd4d6fad777d09f531a768",
+    "greedy": "f5cc6bd75f8023ddff19a4c7e7de242a474c351b1489015467db2cbc13b63b27",
+    "a draw": "0e67e0527eaaf676e0201a0c33c1fecabaf1d43e469ce6272a341c13908d9fd3",
+    "numbers": "27b6e4dcb153d01a5b5333cd9036ae7ddd648ac107c051a6313831285165b1d5",
 }
 
 
@@ -223,7 +227,11 @@ def test_keys_that_benchmarks_add_are_kept() -> None:
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=10,
 )
@@ -231,7 +239,8 @@ MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["system", "user", "assistant", "tool"])},
         optional={
-            "content": TEXT | st.lists(st.fixed_dictionaries({"type": TEXT, "text": TEXT}), max_size=2),
+            "content": TEXT
+            | st.lists(st.fixed_dictionaries({"type": TEXT, "text": TEXT}), max_size=2),
             "reasoning_content": TEXT,
             "tool_calls": st.lists(st.dictionaries(TEXT, JSON, max_size=2), max_size=2),
             "x_extra": JSON,

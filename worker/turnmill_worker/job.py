@@ -58,9 +58,11 @@ async def answer_turn(context: dict[str, Any], claim: Claim, progress: Progress)
         return requeue(claim, "revision", NOT_MINE_AFTER)
 
     try:
-        answer = await engine.answer(turn, claim.rid, progress)
-    except NoRoom as error:
-        reply = _capped_before(claim, error)
+        try:
+            reply = _reply(claim, await engine.answer(turn, claim.rid, progress))
+        except NoRoom as error:
+            reply = _capped_before(claim, error)
+        record = encode(reply)
     except InvalidRequest as error:
         return _fail(claim, engine.identity, worker, progress, "invalid_request", str(error))
     except EngineDied:
@@ -70,11 +72,9 @@ async def answer_turn(context: dict[str, Any], claim: Claim, progress: Progress)
     except Exception as error:
         log.exception("turn %s", claim.hash[:12])
         return _again_or_fail(claim, engine.identity, worker, progress, repr(error))
-    else:
-        reply = _reply(claim, answer)
     outcome = "capped" if reply.capped else "completed"
     trace = _trace(claim, engine.identity, worker, progress, outcome, reply.usage)
-    return Finish(claim.hash, claim.token, "ok", "", encode(reply), encode(trace))
+    return Finish(claim.hash, claim.token, "ok", "", record, encode(trace))
 
 
 def read_turn(claim: Claim) -> Turn:

@@ -27,7 +27,7 @@ from turnmill.store import WorkerInfo
 from turnmill.tasks import end_tasks
 from turnmill_worker.claim import Claim, Company, Finish, read_claims, requeue
 from turnmill_worker.engines.base import Engine, EngineDied, Progress
-from turnmill_worker.job import answer_turn
+from turnmill_worker.job import RETRY_AFTER, answer_turn
 from turnmill_worker.lease import LeaseKeeper
 from turnmill_worker.pulse import Pulse
 from turnmill_worker.scripts import CLAIM, FINISH, RECOVER, RENEW
@@ -177,6 +177,8 @@ class TurnWorker(Worker):
     async def _until_redis_answers(self) -> None:
         said = False
         while True:
+            if self._stopping:
+                raise asyncio.CancelledError
             try:
                 for script in (CLAIM, FINISH, RECOVER, RENEW):
                     await self.pool.script_load(script.text)
@@ -380,6 +382,9 @@ class TurnWorker(Worker):
             died = str(error)
         except asyncio.CancelledError:
             finish = self._cancelled(running)
+        except Exception:
+            log.exception("a hook failed on turn %s; it is tried again", claim.hash[:12])
+            finish = requeue(claim, "retry", RETRY_AFTER[-1])
         if self.on_job_end:
             with contextlib.suppress(asyncio.CancelledError):
                 await self.on_job_end(context)

