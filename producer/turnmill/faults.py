@@ -28,12 +28,15 @@ log = logging.getLogger("turnmill.redis")
 _PASSING = ("BUSY", "MASTERDOWN", "MISCONF", "NOREPLICAS", "TRYAGAIN", "UNBLOCKED")
 """First words of errors that say: not now, and have no class of their own in redis-py."""
 
+_REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
+
 Result = TypeVar("Result")
 
 
 def passes(error: BaseException) -> bool:
     """Whether asking again later can help, with nothing changed on our side."""
-    if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
+    # redis-py wraps what it is refused while it connects into a ConnectionError.
+    if any(isinstance(part, _REFUSALS) for part in (error, *error.args)):
         return False
     if isinstance(error, ConnectionError | TimeoutError | OSError | asyncio.TimeoutError):
         return True
@@ -47,7 +50,7 @@ def translate(error: RedisError) -> Exception:
     text = str(error)
     if "TURNMILLFULL" in text:
         return QueueFull(
-            "Redis is short of memory for more turns; it drains as workers answer. "
+            "Redis is short of memory for more turns; what is queued is still answered. "
             "Raise maxmemory, or ask again later"
         )
     return RedisUnusable(f"Redis refuses: {text}")

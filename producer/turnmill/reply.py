@@ -98,7 +98,8 @@ class Try(_Record):
 class Trace(_Record):
     """How a turn was answered, or why it was not. The request hash never reads it.
 
-    `request` is what the engine was sent: `{endpoint, prompt_tokens, prompt_digest, sampling}`.
+    `request` is what the engine was sent: `{endpoint, prompt_tokens, prompt_digest, sampling}`; where it was not
+    called, the endpoint is null.
     `earlier` are the tries before this one. `outcome`: completed, capped or failed.
     """
 

@@ -21,7 +21,7 @@ READ_BATCH = 200
 
 
 class WorkerInfo(BaseModel):
-    """What a worker says of itself, every few seconds. `state`: serving, draining or benched."""
+    """What a worker says of itself, every few seconds. `state`: serving or draining."""
 
     model_config = ConfigDict(frozen=True)
 

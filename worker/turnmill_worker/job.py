@@ -61,6 +61,7 @@ async def answer_turn(context: dict[str, Any], claim: Claim, progress: Progress)
         try:
             reply = _reply(claim, await engine.answer(turn, claim.rid, progress))
         except NoRoom as error:
+            progress.now_rendered({"endpoint": None, "prompt_tokens": error.prompt_tokens})
             reply = _capped_before(claim, error)
         record = encode(reply)
     except InvalidRequest as error:

@@ -129,11 +129,21 @@ class TurnWorker(Worker):
         )
         keeper.start()
         try:
-            await super().main()
+            await self._main_outliving_redis()
         finally:
             keeper.stop()
             await asyncio.to_thread(keeper.join, 2)
             await end_tasks(self._background)
+
+    async def _main_outliving_redis(self) -> None:
+        """arq asks Redis for its version before it begins, which is no reason to end."""
+        while True:
+            try:
+                return await super().main()
+            except FAULTS as error:
+                if isinstance(error, RedisError) and not passes(error):
+                    raise
+                await asyncio.sleep(BACK_OFF)
 
     def stop(self) -> None:
         """Drain: claim nothing more, finish what ends in time, hand back the rest. The second call hands

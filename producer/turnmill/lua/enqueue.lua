@@ -81,6 +81,7 @@ for i = 5, #ARGV, 3 do
     else
       -- A body that was missing means that no hint can be trusted to be there.
       local restored = body ~= '' and C('SET', body_key(h), body, 'NX')
+      if again and body ~= '' then C('SET', body_key(h), body) end  -- the old one may be why it failed
       local joined = join(h)
       if leased(h) then
         state = 'running'
