@@ -38,6 +38,8 @@ log = logging.getLogger("turnmill.worker")
 ENGINE_DIED = 70
 """Exit code: start me again."""
 
+EXCHANGES = 2
+"""Round trips under way at once: Redis and this process work at the same time."""
 CLAIM_TURNS = 1000
 CLAIM_BYTES = 4 << 20
 FINISH_TURNS = 200
@@ -68,6 +70,18 @@ class _Running:
             self.task.cancel()
 
 
+@dataclass(eq=False)
+class _Exchange:
+    """One round trip with Redis, under way: what it hands in, what it clears up (tokens of CLAIMs that were
+    not answered), and what it claims: `room` turns under `token`, by a worker that held `holding`."""
+
+    finished: list[Finish]
+    unanswered: list[str]
+    room: int
+    token: str = ""
+    holding: int = 0
+
+
 class TurnWorker(Worker):
     """Takes turns of one model from the queue into one engine.
 
@@ -88,10 +102,11 @@ class TurnWorker(Worker):
         self._running: dict[str, _Running] = {}
         self._finished: list[Finish] = []
         self._unanswered: list[str] = []
+        self._exchanges: set[_Exchange] = set()
         self._more = True
         self._stopping = False
         self._lease = self.settings.lease
-        self._background: list[asyncio.Task[Any]] = []
+        self._background: set[asyncio.Task[Any]] = set()
         self._prefixes = [farm.keys.prefix, farm.keys.queue(self.model)]
         super().__init__(
             functions=[func(answer_turn, name="answer_turn")],  # type: ignore[arg-type]
@@ -210,13 +225,14 @@ class TurnWorker(Worker):
         """A background task whose death is the worker's: one that dies silently costs hours."""
 
         def watch(task: asyncio.Task[Any]) -> None:
+            self._background.discard(task)
             if not task.cancelled() and task.exception() is not None:
                 log.critical("a background task died", exc_info=task.exception())
                 self._end(ENGINE_DIED)
 
         task = self.loop.create_task(work)
         task.add_done_callback(watch)
-        self._background.append(task)
+        self._background.add(task)
 
     def _end(self, exit_code: int) -> None:
         self.exit_code = self.exit_code or exit_code
@@ -258,17 +274,15 @@ class TurnWorker(Worker):
         """Called by arq again and again. Stays inside while there is work: arq sleeps between calls."""
         while True:
             self._kick.clear()
-            room = self._room()
-            if self._finished or room or self._unanswered:
-                answered = await self._exchange(room)
-                # Let what was claimed start, and what has ended finish.
-                await asyncio.sleep(0 if answered else BACK_OFF)
-            if self._stopping and not self._running and not self._finished:
+            while self._start_exchange():
+                pass
+            if self._stopping and not (self._running or self._finished or self._exchanges):
                 assert self.main_task is not None
                 self.main_task.cancel()
                 return
-            if not (self._finished or (self._more and self._room())):
+            if not self._exchanges:
                 break
+            await self._kick.wait()
         if len(self._running) < self.max_jobs and self.allow_pick_jobs:
             self._idle.set()
         try:
@@ -280,52 +294,72 @@ class TurnWorker(Worker):
         with contextlib.suppress(*FAULTS):
             await self.heart_beat()
 
+    def _start_exchange(self) -> bool:
+        """Send what there is to say to Redis, if there is anything and a lane is free."""
+        room = self._room()
+        if len(self._exchanges) >= EXCHANGES or not (room or self._finished or self._unanswered):
+            return False
+        exchange = _Exchange(self._finished, self._unanswered, room)
+        self._finished, self._unanswered = [], []
+        if room:
+            self._claims += 1
+            exchange.token = f"{self.id}{self._claims:016x}"
+            exchange.holding = len(self._running) + sum(e.room for e in self._exchanges)
+            # Before CLAIM leaves: a wake that comes during the call must count for the next one.
+            self._more = False
+        self._exchanges.add(exchange)
+        self._spawn(self._exchange(exchange))
+        return True
+
     def _room(self) -> int:
-        """How many turns to claim now."""
-        if (
-            not (self.allow_pick_jobs and self._more)
-            or len(self._finished) >= self.settings.unstored
-        ):
+        """How many turns to claim now: at most half of the slots at a time, so that one half is worked on
+        while Redis is asked for the other."""
+        if not (self.allow_pick_jobs and self._more):
+            return 0
+        if len(self._finished) >= self.settings.unstored:
             return 0
         if any(r.claim.company is not Company.ANY for r in self._running.values()):
             return 0
-        return min(self.max_jobs - len(self._running), CLAIM_TURNS)
+        if any(e.token and not e.holding for e in self._exchanges):
+            return 0  # it may bring a suspect, which must not get company
+        claiming = sum(e.room for e in self._exchanges)
+        return min(
+            self.max_jobs - len(self._running) - claiming, -(-self.max_jobs // 2), CLAIM_TURNS
+        )
 
-    async def _exchange(self, room: int) -> bool:
-        """One round trip: hand in what has finished, take what there is room for. Returns False if Redis
-        did not take part; then nothing was lost here, and what is unsure is cleared up next time."""
-        finished, self._finished = self._finished, []
-        groups = _groups(finished)
-        token = None
+    async def _exchange(self, exchange: _Exchange) -> None:
+        """One round trip: hand in what has finished, take what there is room for. If Redis does not take
+        part, nothing was lost here, and what is unsure is cleared up next time."""
+        groups = _groups(exchange.finished)
         pipe = self.pool.pipeline(transaction=False)
-        for unanswered in self._unanswered:
+        for unanswered in exchange.unanswered:
             pipe.evalsha(RECOVER.sha, 2, *self._prefixes, unanswered)
         for group in groups:
             pipe.evalsha(FINISH.sha, 2, *self._prefixes, *_flat(group))
-        if room > 0:
-            # Before CLAIM leaves: a wake that comes during the call must count for the next one.
-            self._more = False
-            self._claims += 1
-            token = f"{self.id}{self._claims:016x}"
-            wanted = [token, str(room), str(len(self._running)), str(CLAIM_BYTES)]
+        if exchange.token:
+            wanted = [exchange.token, str(exchange.room), str(exchange.holding), str(CLAIM_BYTES)]
             pipe.evalsha(CLAIM.sha, 2, *self._prefixes, *wanted)
+        commands = len(pipe)
         try:
             answers = await pipe.execute(raise_on_error=False)
         except FAULTS as error:
-            answers = [error] * (len(self._unanswered) + len(groups) + (token is not None))
-        recovered = answers[: len(self._unanswered)]
-        stored = answers[len(self._unanswered) : len(self._unanswered) + len(groups)]
-        self._unanswered = [
-            t for t, a in zip(self._unanswered, recovered, strict=True) if isinstance(a, Exception)
+            answers = [error] * commands
+        recovered = answers[: len(exchange.unanswered)]
+        stored = answers[len(exchange.unanswered) : len(exchange.unanswered) + len(groups)]
+        self._unanswered += [
+            token
+            for token, answer in zip(exchange.unanswered, recovered, strict=True)
+            if isinstance(answer, Exception)
         ]
         for group, answer in zip(groups, stored, strict=True):
             await self._handed_in(group, answer)
-        if token is not None:
-            self._claimed(token, answers[-1])
+        if exchange.token:
+            self._claimed(exchange.token, answers[-1])
         problems = [answer for answer in answers if isinstance(answer, Exception)]
         if problems:
             await self._recover_from(problems[0])
-        return not problems
+        self._exchanges.discard(exchange)
+        self._kick.set()
 
     async def _handed_in(self, group: list[Finish], answer: Any) -> None:
         if isinstance(answer, Exception):
@@ -374,6 +408,7 @@ class TurnWorker(Worker):
                     await self.pool.script_load(script.text)
         elif not passes(problem):
             log.error("Redis refuses: %s", problem)
+        await asyncio.sleep(BACK_OFF)
 
     # One turn
 

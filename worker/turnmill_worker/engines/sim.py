@@ -85,9 +85,9 @@ def _parse(settings: EngineSettings) -> argparse.Namespace:
     parser.add_argument("--slots", type=count, help="turns at once; others wait (default: 64)")
     parser.add_argument(
         "--answer",
-        choices=("echo", "history-hash"),
+        choices=("echo", "history-hash", "words"),
         default="echo",
-        help="the last user message's text, or a digest of all messages",
+        help="the last user message's text, a digest of all messages, or --answer-tokens words",
     )
     parser.add_argument(
         "--answer-tokens",
@@ -241,8 +241,10 @@ class SimEngine:
         sampling = turn.sampling
         if self._script.answer == "echo":
             tokens = _TOKEN.findall(_last_user_text(turn.messages))
-        else:
+        elif self._script.answer == "history-hash":
             tokens = [history_hash(turn.messages)]
+        else:
+            tokens = [_PADDING[0].lstrip()]
         wanted = max(self._script.answer_tokens, sampling.min_tokens or 0)
         if sampling.ignore_eos:
             wanted = max_tokens
