@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.measure import ROUNDS
 from benchmarks.report import Result
 
-BENCHES = ("queue",)
+BENCHES = ("queue", "overhead", "resume", "sglang")
 
 
 @click.command()

@@ -138,9 +138,7 @@ class Arq:
         subprocess.run([*self._script, "fill", _path(on), str(self.turns)], check=True)
 
     def work(self, on: EmbeddedServer, stack: ExitStack) -> subprocess.Popen[bytes]:
-        return stack.enter_context(
-            process([*self._script, "work", _path(on), str(self._max_jobs)])
-        )
+        return stack.enter_context(process([*self._script, "work", _path(on), str(self._max_jobs)]))
 
     def ended(self, client: redis.Redis) -> int:
         return self.turns - int(str(client.zcard("arq:queue")))

@@ -38,4 +38,4 @@ class FailureBudget:
         return failed > self.limit
 
     def __str__(self) -> str:
-        return f"{self.limit:.0%}" if self.share else f"{self.limit:.0f}"
+        return f"{self.limit * 100:g}%" if self.share else f"{self.limit:.0f}"
