@@ -187,8 +187,9 @@ class Client:
     async def wait_many(
         self, hashes: Sequence[str], timeout: float | None = None
     ) -> dict[str, Ending]:
-        """Endings by hash, once all have ended. Raises TimeoutError."""
-        return {hash: ending async for hash, ending in self.as_ended(hashes, timeout)}
+        """Endings by hash, in the order of the hashes, once all have ended. Raises TimeoutError."""
+        endings = {hash: ending async for hash, ending in self.as_ended(hashes, timeout)}
+        return {hash: endings[hash] for hash in hashes}
 
     async def cancel(self, hashes: Sequence[str]) -> int:
         """Leave these turns. One that another run wants goes on for that run; of others the worker is

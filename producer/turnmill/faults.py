@@ -48,7 +48,7 @@ def passes(error: BaseException) -> bool:
 def translate(error: RedisError) -> Exception:
     """A Redis error as one of ours where it has a name."""
     text = str(error)
-    if "TURNMILLFULL" in text:
+    if "TURNMILLFULL" in text or isinstance(error, OutOfMemoryError):
         return QueueFull(
             "Redis is short of memory for more turns; what is queued is still answered. "
             "Raise maxmemory, or ask again later"
@@ -67,7 +67,8 @@ async def patiently(
             result = await attempt()
         except (RedisError, OSError) as error:
             problem: Exception = error
-            if isinstance(error, RedisError) and not passes(error):
+            full = isinstance(error, OutOfMemoryError)
+            if isinstance(error, RedisError) and (full or not passes(error)):
                 problem = translate(error)
                 if not isinstance(problem, QueueFull):
                     raise problem from error

@@ -91,6 +91,9 @@ async def test_patience_ends_with_the_last_fault() -> None:
         await patiently(attempt, patience=0, doing="reading")
     with pytest.raises(QueueFull, match="Raise maxmemory"):
         await patiently(Attempts(*[FULL] * 100), patience=0, doing="enqueuing")
+    oom = errors.OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+    with pytest.raises(QueueFull, match="Raise maxmemory"):
+        await patiently(Attempts(*[oom] * 100), patience=0, doing="enqueuing")
 
 
 async def test_errors_of_our_own_are_not_touched() -> None:

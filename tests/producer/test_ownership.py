@@ -33,6 +33,11 @@ asyncio.run(hold())
 """
 
 
+def start_holder(farm: Farm, key: str) -> subprocess.Popen[bytes]:
+    line = [sys.executable, "-c", HOLDER, farm.url, key]
+    return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 @pytest.fixture
 def key(farm: Farm) -> str:
     return farm.keys.producer("run")
@@ -67,8 +72,7 @@ async def test_two_runs_do_not_know_each_other(client: Redis, farm: Farm) -> Non
 async def test_the_hold_of_a_killed_process_is_taken_over_at_once(
     client: Redis, farm: Farm, key: str
 ) -> None:
-    line = [sys.executable, "-c", HOLDER, farm.url, key]
-    holder = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = start_holder(farm, key)
     try:
         assert holder.stdout is not None
         assert await asyncio.to_thread(holder.stdout.readline) == b"holds it\n"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -83,6 +84,7 @@ def worker(
 def serve(engine: Engine, farm: Farm, settings: WorkerSettings) -> int:
     """Run a worker around an engine until it has drained or died. Returns its exit code."""
     # The engine is there before this loop: an engine that found a running loop would take it for its own.
+    _spare_the_collector()
     with contextlib.closing(uvloop.new_event_loop()) as loop:
         asyncio.set_event_loop(loop)
         turn_worker = TurnWorker(engine, farm, settings)
@@ -108,6 +110,14 @@ def serve(engine: Engine, farm: Farm, settings: WorkerSettings) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _spare_the_collector() -> None:
+    """An engine is millions of objects that live as long as it does: looking through them all, again and again,
+    would stop the loop each time. And turns leave little behind that only the collector can free."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def _end(code: int, text: str) -> None:

@@ -359,6 +359,9 @@ class TurnWorker(Worker):
         if problems:
             await self._recover_from(problems[0])
         self._exchanges.discard(exchange)
+        # Before what was claimed runs: Redis has the next one ready when this half has ended.
+        while self._start_exchange():
+            pass
         self._kick.set()
 
     async def _handed_in(self, group: list[Finish], answer: Any) -> None:

@@ -1,0 +1,108 @@
+"""Whether an engine lives: by its tokens, or by its own word."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from tests.processes import until_async
+
+from turnmill_worker import pulse
+from turnmill_worker.engines.base import EngineDied, Progress
+from turnmill_worker.pulse import Pulse
+
+
+class Patient:
+    """An engine of which only the health is asked."""
+
+    def __init__(self, healthy: Callable[[], Awaitable[bool]]) -> None:
+        self.healthy, self.checks = self._counted, 0
+        self._healthy = healthy
+
+    async def _counted(self) -> bool:
+        self.checks += 1
+        return await self._healthy()
+
+
+async def well() -> bool:
+    return True
+
+
+async def unwell() -> bool:
+    return False
+
+
+async def silent() -> bool:
+    await asyncio.Event().wait()
+    return True
+
+
+async def dead() -> bool:
+    raise EngineDied("its process has ended")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "CHECK_SECONDS", 0.005)
+    monkeypatch.setattr(pulse, "HEALTH_TIMEOUT", 0.005)
+
+
+@asynccontextmanager
+async def watched(
+    patient: Patient, progress: Progress | None = None
+) -> AsyncIterator[tuple[Pulse, list[str]]]:
+    engine: Any = patient
+    deaths: list[str] = []
+    one = Pulse(engine, lambda: [progress] if progress else [])
+    watching = asyncio.create_task(one.watch(deaths.append))
+    yield one, deaths
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+async def checked(patient: Patient, times: int) -> None:
+    async def reached() -> bool:
+        return patient.checks >= times
+
+    await until_async(reached)
+
+
+async def test_an_engine_that_says_it_is_well_lives() -> None:
+    patient = Patient(well)
+    async with watched(patient) as (one, deaths):
+        born = one._lived
+        await checked(patient, 10)
+        assert one._lived > born
+        assert deaths == []
+
+
+@pytest.mark.parametrize("how", [unwell, silent])
+async def test_one_that_does_not_grows_old(how: Any) -> None:
+    patient = Patient(how)
+    async with watched(patient) as (one, deaths):
+        born = one._lived
+        await checked(patient, 10)
+        assert one._lived == born
+        assert deaths == []
+
+
+@pytest.mark.parametrize("how", [unwell, silent])
+async def test_tokens_are_life_whatever_it_says(how: Any) -> None:
+    patient, progress = Patient(how), Progress()
+    async with watched(patient, progress) as (one, _):
+        born = one._lived
+        await checked(patient, 3)
+        progress.moved(5)
+        await checked(patient, 6)
+        assert one._lived > born
+
+
+async def test_a_death_is_told_once_in_the_engine_s_words() -> None:
+    patient = Patient(dead)
+    async with watched(patient) as (_, deaths):
+        await checked(patient, 1)
+    assert deaths == ["its process has ended"]
+    assert patient.checks == 1
