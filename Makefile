@@ -31,7 +31,7 @@ bench: .venv/test
 	@$(BIN)/python -m benchmarks $(BENCH) $(if $(JSON),--json)
 
 .venv/bin/python:
-	$(PYTHON) -c 'import sys; sys.exit("turnmill needs Python 3.11 or newer" * (sys.version_info < (3, 11)))'
+	$(PYTHON) -c 'import sys; sys.exit("turnmill needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	@# Dependency groups need pip 25.1.
 	$(BIN)/python $(PIP) 'pip>=25.1'

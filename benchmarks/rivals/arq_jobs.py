@@ -16,7 +16,7 @@ import uvloop
 from arq.connections import RedisSettings, create_pool
 from arq.worker import Worker, func
 
-TEXT = "All that is asked of the mill is that it turns. " * 19
+TEXT = "mill" * 228
 
 
 def dumps(value: Any) -> bytes:

@@ -41,6 +41,7 @@ from turnmill.turn import Sampling, explain
 
 BUDGET_SPENT, USAGE, PERMANENT = 1, 2, 3
 LINE_SECONDS = 10.0
+CLEANUP_SECONDS = 15.0
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -402,6 +403,8 @@ async def _interruptible(work: Callable[[], Awaitable[int]]) -> int:
             os._exit(128 + number)
         received.append(number)
         task.cancel()
+        # redis-py can swallow a cancellation; a cleanup that takes longer than this is cut short.
+        loop.call_later(CLEANUP_SECONDS, task.cancel)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt, number)

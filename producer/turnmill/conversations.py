@@ -21,8 +21,9 @@ from typing import Annotated, Any, BinaryIO, Final
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from turnmill.canonical import canonical
 from turnmill.errors import BadInput, BadLines
-from turnmill.turn import Message, Sampling, Tool, canonical_json
+from turnmill.turn import Message, Sampling, Tool
 
 MAX_DEPTH: Final = 100
 """Levels of nesting in a line. What is deeper breaks some JSON reader on its way to the engine."""
@@ -98,7 +99,7 @@ class Conversation(BaseModel):
         """64 hex digits: SHA-256 over the canonical JSON. Equal conversations have equal digests,
         however their lines were written. Raises BadTurn if there is no canonical JSON."""
         fields = self.model_dump(exclude_none=True)
-        return hashlib.sha256(canonical_json(fields, tag_integers=True)).hexdigest()
+        return hashlib.sha256(canonical(fields).hashed).hexdigest()
 
 
 @dataclass(frozen=True)

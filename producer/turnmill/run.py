@@ -126,14 +126,12 @@ class Run:
         async with producer as usurped:
             await patiently(self._check_manifest, patience=None, doing="reading the run's manifest")
             driver = asyncio.create_task(self._drive_all())
-            # Another producer's answers would be mixed with ours: whoever was usurped stops at once.
-            usurped.add_done_callback(lambda _: driver.cancel())
+            either: list[asyncio.Future[Any]] = [driver, usurped]
             try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if usurped.done():
+                    usurped.result()  # another producer's answers would be mixed with ours
                 return await driver
-            except asyncio.CancelledError:
-                if usurped.done() and not usurped.cancelled():
-                    usurped.result()
-                raise
             finally:
                 await end_tasks([driver])
 

@@ -8,24 +8,19 @@ turn's stored body, so whoever holds a body can check it against its key by hash
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-import rfc8785
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from turnmill.canonical import Canonical, canonical
 from turnmill.errors import BadTurn
 
 HASH_VERSION = 1
 """Part of the hashed JSON; it changes only if the meaning of an existing field changes."""
 
 _MAX_EXACT_INT = 2**53 - 1
-_MANY_DIGITS = re.compile(rb"[0-9]{16}")
-"""In JSON without it there is no integer beyond 2^53-1."""
-_WRITTEN_WITH_EXPONENT = 1e21
 
 
 class Message(BaseModel):
@@ -75,10 +70,12 @@ class Sampling(BaseModel):
     @field_validator("stop", mode="before")
     @classmethod
     def _stop_is_a_list(cls, value: Any) -> Any:
-        """OpenAI takes one string or a list; an empty list means none."""
+        """OpenAI takes one string or a list; an empty list, or an empty string, stops nothing."""
         if isinstance(value, str):
-            return [value]
-        return value or None
+            value = [value]
+        if isinstance(value, list):
+            return [stop for stop in value if stop != ""] or None
+        return value
 
 
 class Turn(BaseModel):
@@ -111,30 +108,29 @@ class Turn(BaseModel):
         return self.sampling.temperature == 0 or self.sampling.seed is not None
 
     @cached_property
+    def canonical(self) -> Canonical:
+        """What identifies this turn, as canonical JSON. Raises BadTurn if it has none."""
+        fields = self.model_dump(exclude_none=True)
+        if not fields["sampling"]:
+            del fields["sampling"]
+        return canonical({"v": HASH_VERSION, **fields})
+
+    @property
     def body(self) -> bytes:
         """The stored form: canonical JSON (UTF-8). Raises BadTurn if it has none."""
-        return canonical_json(self._identity(), tag_integers=False)
+        return self.canonical.stored
 
     @cached_property
     def hash(self) -> str:
         """The request hash: 64 hex digits. Raises BadTurn if the turn has no canonical JSON."""
-        hashed = self.body
-        if _MANY_DIGITS.search(hashed):
-            hashed = canonical_json(self._identity(), tag_integers=True)
-        return hashlib.sha256(hashed).hexdigest()
+        return hashlib.sha256(self.canonical.hashed).hexdigest()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """As pydantic's, which would keep the hash of what was copied."""
         copied = super().model_copy(update=update, deep=deep)
-        for computed in ("hash", "body"):
+        for computed in ("hash", "canonical"):
             copied.__dict__.pop(computed, None)
         return copied
-
-    def _identity(self) -> dict[str, Any]:
-        fields = self.model_dump(exclude_none=True)
-        if not fields["sampling"]:
-            del fields["sampling"]
-        return {"v": HASH_VERSION, **fields}
 
     @classmethod
     def from_body(cls, data: dict[str, Any]) -> Turn:
@@ -152,44 +148,3 @@ def explain(error: ValidationError) -> str:
         where = ".".join(str(step) for step in item["loc"])
         parts.append(f"{where}: {item['msg']}" if where else item["msg"])
     return "; ".join(parts)
-
-
-def canonical_json(value: dict[str, Any], *, tag_integers: bool) -> bytes:
-    """RFC 8785 canonical JSON, in UTF-8. Integers beyond 2^53-1, which it has not, become
-    `{"$int": "..."}` with `tag_integers`, else stay as they are. Raises BadTurn if there is none."""
-    try:
-        plain = rfc8785.dumps(value)
-    except rfc8785.IntegerDomainError:
-        # JSON numbers are doubles to RFC 8785; tool schemas have larger integers. They are hashed
-        # as a tagged decimal string, exactly, and stored as they are.
-        return _with_large_integers(value, tag_integers)
-    except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
-        raise BadTurn(f"no canonical JSON: {error}") from None
-    # A float like 1e20 is written as an integer, and will be one when it is read again.
-    if tag_integers and _MANY_DIGITS.search(plain):
-        return rfc8785.dumps(_tag(value))
-    return plain
-
-
-def _with_large_integers(value: dict[str, Any], tag_integers: bool) -> bytes:
-    try:
-        tagged = rfc8785.dumps(_tag(value))
-    except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
-        raise BadTurn(f"no canonical JSON: {error}") from None
-    if tag_integers:
-        return tagged
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _tag(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tag(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_tag(item) for item in value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value
-    if abs(value) <= _MAX_EXACT_INT:
-        return value
-    if isinstance(value, int):
-        return {"$int": str(value)}
-    return {"$int": rfc8785.dumps(value).decode()} if abs(value) < _WRITTEN_WITH_EXPONENT else value

@@ -6,7 +6,7 @@ import zlib
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from turnmill.errors import NewerRecord, RecordError
 from turnmill.turn import Turn, explain
@@ -40,7 +40,7 @@ def unpack(data: bytes) -> bytes:
 
 def encode(record: BaseModel) -> bytes:
     """A reply, failure or trace as stored bytes."""
-    text = record.model_dump_json(exclude_none=True).encode()
+    text = to_json(record, exclude_none=True, inf_nan_mode="null")
     return pack(b'{"v":%d,%s' % (WIRE_VERSION, text[1:]))
 
 

@@ -27,7 +27,6 @@ from turnmill.results import ConversationResult, Report
 from turnmill.scripts import CANCEL, ENQUEUE
 from turnmill.settings import Farm
 from turnmill.store import WorkerInfo
-from turnmill.turn import canonical_json
 from turnmill.wire import decode
 from turnmill_worker.cli import worker as worker_command
 from turnmill_worker.engines import load
@@ -166,7 +165,7 @@ def test_the_golden_example() -> None:
     turn = Turn.model_validate_json(the_example("turn", "hash.md"))
     canonical = the_example("canonical", "hash.md").strip().encode()
     golden = the_example("hash", "hash.md").strip()
-    assert canonical_json(turn._identity(), tag_integers=True) == canonical
+    assert turn.canonical.hashed == canonical
     assert hashlib.sha256(canonical).hexdigest() == golden
     assert turn.hash == golden
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.processes import until_async
 
+from turnmill.tasks import end_tasks
 from turnmill_worker import pulse
 from turnmill_worker.engines.base import EngineDied, Progress
 from turnmill_worker.pulse import Pulse
@@ -59,8 +60,7 @@ async def watched(
     one = Pulse(engine, lambda: [progress] if progress else [])
     watching = asyncio.create_task(one.watch(deaths.append))
     yield one, deaths
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    await end_tasks([watching])
 
 
 async def checked(patient: Patient, times: int) -> None:

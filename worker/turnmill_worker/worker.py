@@ -57,7 +57,7 @@ Ending = Literal["drain", "unwanted", "lost"]
 
 @dataclass
 class _Running:
-    """One turn in the engine."""
+    """One turn in the engine, or about to be: `task` is there once it has begun."""
 
     claim: Claim
     progress: Progress = field(default_factory=Progress)
@@ -65,9 +65,11 @@ class _Running:
     ending: Ending | None = None
 
     def end(self, ending: Ending) -> None:
-        if self.ending is None and self.task is not None:
+        if self.ending is None:
             self.ending = ending
-            self.task.cancel()
+            # A task that is cancelled before its first step never runs: it would hold its turn for ever.
+            if self.task is not None:
+                self.task.cancel()
 
 
 @dataclass(eq=False)
@@ -354,14 +356,11 @@ class TurnWorker(Worker):
         for group, answer in zip(groups, stored, strict=True):
             await self._handed_in(group, answer)
         if exchange.token:
-            self._claimed(exchange.token, answers[-1])
+            await self._claimed(exchange, answers[-1])
         problems = [answer for answer in answers if isinstance(answer, Exception)]
         if problems:
             await self._recover_from(problems[0])
         self._exchanges.discard(exchange)
-        # Before what was claimed runs: Redis has the next one ready when this half has ended.
-        while self._start_exchange():
-            pass
         self._kick.set()
 
     async def _handed_in(self, group: list[Finish], answer: Any) -> None:
@@ -388,7 +387,8 @@ class TurnWorker(Worker):
             else:
                 self._finished.append(item)
 
-    def _claimed(self, token: str, answer: Any) -> None:
+    async def _claimed(self, exchange: _Exchange, answer: Any) -> None:
+        token = exchange.token
         if isinstance(answer, Exception):
             self._more = True
             if not isinstance(answer, NoScriptError):
@@ -398,10 +398,14 @@ class TurnWorker(Worker):
         claims = read_claims(token, answer)
         # `drain`: take nothing more until empty (suspects, in claim.lua); each turn that ends asks again.
         self._more = bool(more) and not drain
-        for claim in claims:
-            running = _Running(claim)
-            self._running[claim.hash] = running
-            running.task = self.loop.create_task(self._run_turn(running))
+        claimed = [_Running(claim) for claim in claims]
+        self._running.update((running.claim.hash, running) for running in claimed)
+        exchange.token, exchange.room = "", 0
+        # What Redis is asked next leaves before these begin, so that it works while they do.
+        if claimed and self._start_exchange():
+            await asyncio.sleep(0)
+        for running in claimed:
+            self.loop.create_task(self._run_turn(running))
 
     async def _recover_from(self, problem: Exception) -> None:
         self._more = True
@@ -419,7 +423,10 @@ class TurnWorker(Worker):
         claim = running.claim
         context = {**self.ctx, "job_id": claim.hash, "job_try": len(claim.earlier) + 1}
         died: str | None = None
+        running.task = asyncio.current_task()
         try:
+            if running.ending:
+                raise asyncio.CancelledError
             if self.on_job_start:
                 await self.on_job_start(context)
             job = self.functions["answer_turn"].coroutine

@@ -38,7 +38,7 @@ local function strike(h, owner)
   C('SET', trace_key(h), '{"v":1,"hash":"' .. h .. '","worker":"' .. owner:sub(1, 8)
     .. '","outcome":"failed","earlier":[' .. log .. ']}')
   fail(h, 'poison', cjson.encode({ v = 1, hash = h, kind = 'poison', tries = tries,
-    text = 'its worker died ' .. tries .. ' times while answering it, the last time with nothing else in it' }))
+    text = 'its worker died while it had nothing else to answer; tries in all: ' .. tries }))
   return true
 end
 
