@@ -18,13 +18,7 @@ def rival_python(name: str, requirements: Sequence[str], say: Callable[[str], No
     if not ready.exists() or ready.read_text() != wanted:
         say(f"making {folder.relative_to(ROOT)}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
         subprocess.run([*pip, *requirements], check=True)
         ready.write_text(wanted)
     return python
-
-
-def sglang_python() -> Path | None:
-    """The Python with the real SGLang for the CPU, if that environment has been made."""
-    python = ROOT / ".venvs" / "sglang" / "bin" / "python"
-    return python if python.exists() else None

@@ -48,11 +48,10 @@ def run(rounds: int, say: Say) -> Result:
             rate = measured["tokens"] / measured["seconds"]
             rates[measured["contender"]].append(rate)
             say(f"{measured['contender']}: {rate:.0f} tokens/s")
-        _, errors = process.communicate()
-    if process.returncode:
-        raise RuntimeError(
-            f"the measuring process ended with {process.returncode}: {errors[-3000:]}"
-        )
+        if process.wait():
+            errors.seek(0)
+            said = errors.read()[-3000:]
+            raise RuntimeError(f"the measuring process ended with {process.returncode}: {said}")
     turnmill, direct = Spread.of(rates["turnmill"]), Spread.of(rates["direct"])
     return Result(
         "sglang",

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,9 +27,10 @@ from rich.logging import RichHandler
 from turnmill import display
 from turnmill.budget import FailureBudget
 from turnmill.client import Client
-from turnmill.conversations import read_conversations
+from turnmill.conversations import Conversation, read_conversations
 from turnmill.embedded import EmbeddedServer, default_data_dir
 from turnmill.errors import BadInput, TurnmillError, UsageError
+from turnmill.faults import passes, patiently, translate
 from turnmill.keys import DEFAULT_NAMESPACE
 from turnmill.local_farm import WorkerCommand, WorkerProcess
 from turnmill.output import PARTIAL, REPLIES, RunFiles, read_results
@@ -45,6 +46,10 @@ CLEANUP_SECONDS = 15.0
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+
+Work = Callable[[], Awaitable[int]]
+"""What a command does, in a loop; it returns the exit code."""
 
 
 class _Interrupted(BaseException):
@@ -161,7 +166,7 @@ def run(
     server and one worker are started; arguments after -- go to that worker's engine.
     """
 
-    async def work() -> int:
+    def prepare() -> Work:
         check_name(name, "run")
         settings = RunSettings(
             name=name,
@@ -176,24 +181,27 @@ def run(
         loaded = read_conversations(file, skip_bad)
         for bad in loaded.bad:
             err.print(f"left out: {bad}", markup=False, soft_wrap=True)
+        if redis_url and (engine or slots or engine_arguments):
+            raise UsageError(
+                "REDIS_URL is set: its workers are used, --engine and its arguments are not"
+            )
+        return lambda: work(settings, loaded.conversations)
+
+    async def work(settings: RunSettings, conversations: Sequence[Conversation]) -> int:
         folder = out or Path("runs") / name
-        with contextlib.ExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
             files = stack.enter_context(RunFiles(folder, name))
             worker = None
             if redis_url:
-                if engine or slots or engine_arguments:
-                    raise UsageError(
-                        "REDIS_URL is set: its workers are used, --engine and its arguments are not"
-                    )
                 farm = Farm.from_environment(redis_url, namespace)
             else:
-                farm = stack.enter_context(_embedded(data, namespace))
+                farm = await stack.enter_async_context(_embedded(data, namespace))
                 command = WorkerCommand(
                     engine or "local", model, served_name, slots, engine_arguments
                 )
                 worker = WorkerProcess(command, farm, folder / "worker.log")
                 worker.start()
-                stack.callback(worker.stop)
+                stack.push_async_callback(asyncio.to_thread, worker.stop)
             async with (
                 Client(farm.url, namespace=farm.namespace, run=name, patience=None) as client,
                 _kept_alive(worker),
@@ -204,7 +212,7 @@ def run(
                     asked = served_name or model or await _only_model(client)
                 a_run = Run(
                     replace(settings, model=asked),
-                    loaded.conversations,
+                    conversations,
                     multi_turn_chat,
                     client,
                     files,
@@ -212,20 +220,27 @@ def run(
                 end = await _show_while(a_run, name)
         return _report(end, folder, as_json)
 
-    _execute(work)
+    _execute(prepare)
 
 
 def _report(end: RunEnd, folder: Path, as_json: bool) -> int:
     if as_json:
-        print(end.report.model_dump_json())
+        _emit(end.report.model_dump_json())
     else:
         out.print(display.report_table(end))
         if not end.report.asked and not end.unfinished:
             out.print("Everything was answered from the store: nothing was asked again.")
         name = PARTIAL if end.unfinished else REPLIES
         out.print(f"{folder / name}, {folder / 'report.json'}", soft_wrap=True)
+    failed = end.report.outcomes.failed
+    if failed:
+        err.print(
+            f"{failed} conversations failed; each line's error says why. What failed for good is asked again "
+            "with --retry-failed.",
+            soft_wrap=True,
+        )
     if end.budget_spent:
-        err.print("The failure budget is spent; the same command goes on from here.")
+        err.print("The failure budget is spent.")
         return BUDGET_SPENT
     return 0
 
@@ -268,17 +283,24 @@ async def _kept_alive(worker: WorkerProcess | None) -> Any:
         await end_tasks([keeper])
 
 
-@contextlib.contextmanager
-def _embedded(data: Path | None, namespace: str | None) -> Iterator[Farm]:
-    with EmbeddedServer(data or default_data_dir()) as server:
-        yield Farm(server.url, check_name(namespace or DEFAULT_NAMESPACE, "namespace"))
+@contextlib.asynccontextmanager
+async def _embedded(data: Path | None, namespace: str | None) -> AsyncIterator[Farm]:
+    """Starting and ending a server takes its time: not in the loop, which has signals to hear."""
+    namespace = check_name(namespace or DEFAULT_NAMESPACE, "namespace")
+    server = EmbeddedServer(data or default_data_dir())
+    try:
+        await asyncio.to_thread(server.start)
+        yield Farm(server.url, namespace)
+    finally:
+        await asyncio.to_thread(server.close)
 
 
 async def _only_model(client: Client) -> str:
     """The model that the live workers serve, once there is a worker."""
     said = False
     while True:
-        models = sorted({worker.model for worker in await client.store.workers()})
+        workers = await patiently(client.store.workers, patience=None, doing="looking for workers")
+        models = sorted({worker.model for worker in workers})
         if len(models) == 1:
             return models[0]
         if models:
@@ -302,7 +324,7 @@ def _sampling(options: dict[str, Any]) -> Sampling:
 def _concurrency(text: str) -> int | None:
     if text == "auto":
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise UsageError(f"concurrency {text!r}: auto, or a number of conversations")
     return int(text)
 
@@ -325,10 +347,10 @@ def replies(run: str, out: Path | None) -> None:
         for path in found:
             results.update({result.key: result for result in read_results(path)})
         for result in results.values():
-            sys.stdout.write(result.model_dump_json() + "\n")
+            _emit(result.model_dump_json())
         return 0
 
-    _execute(work)
+    _execute(lambda: work)
 
 
 # turnmill status
@@ -341,20 +363,20 @@ def status(as_json: bool, redis_url: str | None, namespace: str | None, data: Pa
     """Queues, runs and workers."""
 
     async def work() -> int:
-        with contextlib.ExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
             if redis_url:
                 farm = Farm.from_environment(redis_url, namespace)
             else:
-                farm = stack.enter_context(_embedded(data, namespace))
+                farm = await stack.enter_async_context(_embedded(data, namespace))
             async with Client(farm.url, namespace=farm.namespace, patience=5.0) as client:
                 seen = await client.status()
         if as_json:
-            print(seen.to_json())
+            _emit(seen.to_json())
         else:
             out.print(display.status_tables(seen))
         return 0
 
-    _execute(work)
+    _execute(lambda: work)
 
 
 # turnmill worker
@@ -373,18 +395,33 @@ def worker(arguments: tuple[str, ...]) -> None:
 # Ending
 
 
-def _execute(work: Callable[[], Awaitable[int]]) -> NoReturn:
-    """Run a command, and exit with its code or that of its error."""
+def _execute(prepare: Callable[[], Work]) -> NoReturn:
+    """Run a command, and exit with its code or that of its error. What `prepare` does may block: the loop, and
+    with it the handlers of signals, comes after."""
     try:
-        code = asyncio.run(_interruptible(work))
+        code = asyncio.run(_interruptible(prepare()))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except _Interrupted as interrupted:
         err.print("Interrupted. The same command goes on from here.")
         code = 128 + interrupted.number
+    except BrokenPipeError:
+        # Whoever read our output has read enough; Python would complain again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
     except UsageError as error:
         code = _complain(error, USAGE)
-    except (TurnmillError, RedisError, OSError) as error:
+    except RedisError as error:
+        code = _complain(error if passes(error) else translate(error), PERMANENT)
+    except (TurnmillError, OSError) as error:
         code = _complain(error, PERMANENT)
     sys.exit(code)
+
+
+def _emit(line: str) -> None:
+    """A line of JSON: UTF-8, whatever the terminal's encoding."""
+    sys.stdout.buffer.write(line.encode() + b"\n")
 
 
 def _complain(error: Exception, code: int) -> int:
@@ -392,7 +429,7 @@ def _complain(error: Exception, code: int) -> int:
     return code
 
 
-async def _interruptible(work: Callable[[], Awaitable[int]]) -> int:
+async def _interruptible(work: Work) -> int:
     """The command, ended in good order by SIGINT or SIGTERM. A second signal ends it at once."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work())

@@ -8,7 +8,9 @@ may have missed and puts back what Redis may have lost.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
+import math
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
@@ -20,7 +22,7 @@ from typing import Any, Self, TypeVar
 from pydantic_core import to_json
 from redis.exceptions import RedisError
 
-from turnmill.errors import TurnmillError, UsageError
+from turnmill.errors import ClientClosed, TurnmillError, UsageError
 from turnmill.faults import passes, patiently, translate
 from turnmill.queue import BATCH_BYTES, BATCH_TURNS, Ask, Depth, Lane, Queue, State
 from turnmill.reply import Reply, Trace
@@ -78,7 +80,7 @@ class Client:
     until a turn is given up. `patience`: seconds to go on trying while Redis is away or full (None: for
     ever).
 
-    Methods raise UsageError, RedisUnusable, QueueFull, or redis-py's ConnectionError when patience ends.
+    Methods raise UsageError, RedisUnusable, ClientClosed, and QueueFull or RedisAway when patience ends.
     """
 
     def __init__(
@@ -93,10 +95,12 @@ class Client:
         patience: float | None = 60.0,
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
-        if not 0 <= priority <= 9:
-            raise UsageError(f"priority {priority}: 0 to 9")
-        if not weight > 0:
-            raise UsageError(f"weight {weight}: must be above 0")
+        if type(priority) is not int or not 0 <= priority <= 9:
+            raise UsageError(f"priority {priority}: a whole number from 0 to 9")
+        if not 0 < weight < math.inf:
+            raise UsageError(f"weight {weight}: must be a number above 0")
+        if deadline is not None and not 0.001 <= deadline < math.inf:
+            raise UsageError(f"deadline {deadline}: seconds, at least 0.001")
         self.farm = Farm.from_environment(url, namespace)
         self.lane = Lane(check_name(run, "run"), priority, weight, deadline)
         self._patience, self._poll_seconds = patience, poll_seconds
@@ -106,6 +110,8 @@ class Client:
         self._pending: dict[str, _Pending] = {}
         self._lanes: dict[str, _Lane] = {}
         self._poller: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -119,13 +125,12 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Stop waiting. Turns that were submitted stay submitted."""
+        """Stop waiting: who waits gets ClientClosed. Turns that were submitted stay submitted."""
+        self._closed = True
         lanes = self._lanes.values()
         await end_tasks([self._poller, *(t for lane in lanes for t in (lane.flush, lane.reader))])
-        for pending in self._pending.values():
-            pending.state.cancel()
-            pending.ending.cancel()
-        self._pending.clear()
+        for pending in list(self._pending.values()):
+            self._drop(pending, ClientClosed("the Client was closed while this waited"))
         await self._redis.aclose(close_connection_pool=True)
 
     # Asking
@@ -205,6 +210,8 @@ class Client:
             for start in range(0, len(of_model), BATCH_TURNS):
                 some = of_model[start : start + BATCH_TURNS]
                 left += await self._read(partial(self.queue.cancel, model, self.lane.run, some))
+                # Who asks for them again from now on asks afresh.
+                await self._resolve([hash for hash in some if hash in self._pending])
         return left
 
     # Reading
@@ -230,13 +237,23 @@ class Client:
         return await self._read(read)
 
     async def _read(self, attempt: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        self._check_usable()
         return await patiently(attempt, patience=self._patience, doing="reading")
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClientClosed("the Client is closed")
+        loop = asyncio.get_running_loop()
+        self._loop = self._loop or loop
+        if self._loop is not loop:
+            raise UsageError("a Client belongs to the event loop in which it was first used")
 
     # One ENQUEUE for all asks of a moment
 
     def _ask(
         self, turn: Turn, *, fresh: bool = True, going: bool = False, retry_failed: bool = False
     ) -> _Pending:
+        self._check_usable()
         pending = self._pending.get(turn.hash)
         if pending is not None and not pending.ending.done():
             return pending
@@ -265,7 +282,8 @@ class Client:
             batch = _take_batch(lane.unsent)
             try:
                 await self._enqueue(model, lane, batch)
-            except (TurnmillError, RedisError, OSError) as error:
+            except Exception as error:
+                # Whatever it is: they wait for an answer, and the next batch is not to blame.
                 for pending in batch:
                     self._drop(pending, error)
 
@@ -274,9 +292,9 @@ class Client:
         position, states = await patiently(
             lambda: self.queue.enqueue(model, asks, self.lane),
             patience=self._patience,
-            doing=f"enqueuing {len(asks)} turns",
+            doing=f"enqueuing turns ({len(asks)})",
         )
-        if lane.reader is None:
+        if lane.reader is None or lane.reader.done():
             lane.reader = asyncio.get_running_loop().create_task(self._follow(model, position))
         ended, unknown = [], []
         for pending, state in zip(batch, states, strict=True):
@@ -389,6 +407,7 @@ class BlockingClient:
             target=self._loop.run_forever, name="turnmill-client", daemon=True
         )
         self._thread.start()
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -402,9 +421,10 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        if self._loop.is_closed():
+        if self._closed:
             return
-        self._run(self._client.close())
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -440,4 +460,15 @@ class BlockingClient:
         return self._run(self._client.status())
 
     def _run(self, call: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        if self._closed:
+            call.close()
+            raise ClientClosed("the Client is closed")
+        try:
+            return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        except concurrent.futures.CancelledError:
+            raise ClientClosed("the Client was closed while this waited") from None
+
+    async def _end(self) -> None:
+        """Close the Client, and leave no other thread waiting for its call."""
+        await self._client.close()
+        await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})

@@ -77,7 +77,7 @@ def status_tables(status: FarmStatus) -> Group:
     queues = Table("model", "queued", "running", "due later", "suspects", "workers", title="queues")
     for model, depth in status.queues.items():
         live = sum(worker.model == model for worker in status.workers)
-        workers = str(live) if live else "none: turns wait"
+        workers = str(live) if live or not depth.queued else "none: turns wait"
         queues.add_row(
             model,
             str(depth.queued),

@@ -7,8 +7,10 @@ TurnmillError
 │   ├── BadTurn           a turn cannot be built or hashed
 │   ├── ManifestChanged   a run's name is taken by other input or settings
 │   └── RunInUse          a run already has a live producer
+├── RedisAway             Redis cannot be reached, for longer than patience lasts: exit 3
 ├── RedisUnusable         Redis refuses for good (password, version, command): exit 3
 ├── CannotWrite           a folder or file of turnmill's own cannot be written: exit 3
+├── ClientClosed          the Client was closed, before this call or while it waited
 ├── QueueFull             Redis has no room for more turns now; ask again later
 ├── RecordError           a stored record cannot be read
 │   └── NewerRecord       it was written by a newer turnmill; leave it alone
@@ -71,6 +73,14 @@ class ManifestChanged(UsageError):
 
 class RunInUse(UsageError):
     """A run already has a live producer; the text names it."""
+
+
+class RedisAway(TurnmillError):
+    """Redis could not be reached for as long as the caller's patience lasted."""
+
+
+class ClientClosed(TurnmillError):
+    """The Client was closed, before this call or while it waited. What was submitted stays submitted."""
 
 
 class RedisUnusable(TurnmillError):

@@ -21,7 +21,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from turnmill.errors import QueueFull, RedisUnusable
+from turnmill.errors import QueueFull, RedisAway, RedisUnusable
 
 log = logging.getLogger("turnmill.redis")
 
@@ -60,7 +60,7 @@ async def patiently(
     attempt: Callable[[], Awaitable[Result]], *, patience: float | None, doing: str
 ) -> Result:
     """The result of `attempt`, repeated while Redis is away or has no room, for up to `patience`
-    seconds (None: for ever). Says so once. Raises RedisUnusable, QueueFull or the last fault."""
+    seconds (None: for ever). Says so once. Raises RedisUnusable, QueueFull, RedisAway."""
     started, pause, said = time.monotonic(), 0.05, False
     while True:
         try:
@@ -73,6 +73,8 @@ async def patiently(
                 if not isinstance(problem, QueueFull):
                     raise problem from error
             if patience is not None and time.monotonic() - started > patience:
+                if not isinstance(problem, QueueFull):
+                    problem = RedisAway(f"Redis is away: {error}")
                 raise problem from error
             if not said:
                 log.warning("%s; waiting to go on with: %s", problem, doing)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnmill.children import parent_death_signal
-from turnmill.errors import TurnmillError
+from turnmill.errors import UsageError
+from turnmill.faults import patiently
 from turnmill.files import writing
 from turnmill.settings import Farm
 from turnmill.store import Store
@@ -29,7 +30,7 @@ DRAIN_SECONDS = 2.0
 """A run that is interrupted does not wait for long answers: they are asked again by the next attempt."""
 
 
-class WorkerUnusable(TurnmillError):
+class WorkerUnusable(UsageError):
     """The worker cannot be started as it is configured; the text is its own."""
 
 
@@ -88,7 +89,8 @@ class WorkerProcess:
     async def served_model(self, store: Store) -> str:
         """The model name that turns have to ask for, once the worker says that it serves."""
         while True:
-            for worker in await store.workers():
+            workers = await patiently(store.workers, patience=None, doing="waiting for the worker")
+            for worker in workers:
                 if (
                     self._process
                     and worker.pid == self._process.pid

@@ -114,6 +114,7 @@ class Run:
         self.progress = Progress(total=len(conversations))
         self._results: dict[str, ConversationResult] = {}
         self._stopping = False
+        self._failed_now = 0
 
     async def drive(self) -> RunEnd:
         """Drive every conversation to its end, or as far as the failure budget goes.
@@ -178,7 +179,9 @@ class Run:
             self._files.write_report(report)
         else:
             self._files.finish(ordered, report)
-        return RunEnd(report, self._stopping, unfinished, self.progress.tokens)
+        failed = report.outcomes.failed
+        spent = self._stopping or self.settings.max_failures.spent(failed, len(ordered))
+        return RunEnd(report, spent, unfinished, self.progress.tokens)
 
     # One conversation
 
@@ -195,9 +198,11 @@ class Run:
             return
         except TurnFailed as failed:
             messages, error = session.messages, str(failed)
+            self._failed_now += not session.from_store
             outcome = "cancelled" if failed.failure.kind == "cancelled" else "failed"
         except (UsageError, ValueError) as wrong:
             messages, error, outcome = session.messages, str(wrong), "failed"
+            self._failed_now += 1
         if capped is None and any(turn.capped == "output" for turn in session.turns):
             capped = "output"
         self._ended(
@@ -216,31 +221,33 @@ class Run:
         self._results[result.id] = result
         outcomes = self.progress.outcomes
         outcomes[result.outcome] += 1
-        if self.settings.max_failures.spent(outcomes["failed"], self.progress.ended):
+        # What had failed before this attempt is told first, and says nothing of how this one goes.
+        if self.settings.max_failures.spent(self._failed_now, self.progress.ended):
             if not self._stopping:
                 log.error(
                     "%d of %d conversations failed: over the budget of %s; nothing more is enqueued",
-                    outcomes["failed"],
+                    self._failed_now,
                     self.progress.ended,
                     self.settings.max_failures,
                 )
             self._stopping = True
 
-    async def answer(self, turn: Turn, *, going: bool) -> Reply:
-        """The reply to one turn of this run. Raises TurnFailed."""
+    async def answer(self, turn: Turn, session: _Session) -> Reply:
+        """The reply to the next turn of a conversation. Raises TurnFailed."""
         if self._stopping:
             raise _Stopped
         state, ending = await self._client.ask_stating(
-            turn, going=going, retry_failed=self.settings.retry_failed
+            turn, going=bool(session.turns), retry_failed=self.settings.retry_failed
         )
-        if state in ("answered", "failed"):
+        session.from_store = state in ("answered", "failed")
+        if session.from_store:
             self.progress.stored += 1
         else:
             self.progress.asked += 1
         if not isinstance(ending, Reply):
             raise TurnFailed(ending)
         self.progress.answered += 1
-        if state != "answered":
+        if not session.from_store:
             self.progress.tokens += ending.usage.completion_tokens
         return ending
 
@@ -295,13 +302,15 @@ class Run:
 
 
 class _Session:
-    """What a run remembers of one conversation while a scaffold drives it."""
+    """What a run remembers of one conversation while a scaffold drives it. `from_store`: its last turn had
+    ended before it was asked."""
 
     def __init__(self, run: Run, conversation: Conversation) -> None:
         self._run = run
         self._draws = Draws(run.settings.name, conversation.id, 0, run.settings.seed)
         self.turns: list[TurnResult] = []
         self.messages: list[Message] = []
+        self.from_store = False
 
     async def ask(
         self,
@@ -326,7 +335,7 @@ class _Session:
         )
         self.messages = list(messages)
         try:
-            reply = await self._run.answer(turn, going=bool(self.turns))
+            reply = await self._run.answer(turn, self)
         except TurnFailed as failed:
             result = TurnResult(hash=turn.hash, sample=turn.sample, failure=failed.failure)
             self.turns.append(result)

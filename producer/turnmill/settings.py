@@ -48,10 +48,12 @@ class Farm:
         if not self.url.startswith("unix:"):
             options |= {"socket_keepalive": True, "socket_connect_timeout": 5}
         try:
-            return BlockingConnectionPool.from_url(
+            pool = BlockingConnectionPool.from_url(
                 self.url, max_connections=connections, timeout=None, **options
             )
-        except ValueError as error:
+            pool.make_connection()  # type: ignore[no-untyped-call]  # does not connect, but sees options that are none
+            return pool
+        except (ValueError, TypeError) as error:
             raise UsageError(f"REDIS_URL {self.url!r}: {error}") from None
 
     def connect(self) -> Redis:

@@ -28,12 +28,14 @@ class Cli:
         if farm:
             self._environment |= {"REDIS_URL": farm.url, "TURNMILL_NAMESPACE": farm.namespace}
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, stdin: int = subprocess.DEVNULL, **environment: str
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "turnmill", *arguments],
             cwd=self.folder,
             env=self._environment | environment,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

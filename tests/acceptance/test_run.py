@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,8 +233,12 @@ def test_a_spent_budget_stops_the_run(on_farm: Cli, worker: Workers) -> None:
     assert partial(on_farm, "r").exists()
     assert not (on_farm.folder / "runs/r/replies.jsonl").exists()
 
-    whole = json.loads(on_farm(*line, "--max-failures", "100", "--json").stdout)
+    # What failed before does not stop the next attempt, but the run is over its budget all the same.
+    more = on_farm(*line, "--max-failures", "100", "--json")
+    whole = json.loads(more.stdout)
     assert whole["outcomes"] == {"completed": 100, "capped": 0, "failed": 100, "cancelled": 0}
+    assert "100 conversations failed" in more.stderr
+    assert json.loads(on_farm(*line, "--json", exits=1).stdout)["from_store"] == 200
     failed = read_results(on_farm.folder / "runs/r/replies.jsonl")[1]
     assert failed.outcome == "failed"
     assert failed.error is not None
@@ -351,13 +356,34 @@ def test_replies_can_be_read_at_any_time(on_farm: Cli, worker: Workers) -> None:
     assert after.encode() == replies(on_farm, "r")
 
 
+def test_who_reads_the_replies_may_stop_reading(alone: Cli) -> None:
+    source = alone.conversations(50)
+    alone("run", str(source), "--run", "r", "--engine", "sim", "--", "--answer-tokens", "2000")
+    line = f"{sys.executable} -m turnmill replies r | head -c 10"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}"], cwd=alone.folder, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_standard_input_can_be_interrupted(on_farm: Cli) -> None:
+    process = on_farm.start("run", "-", "--run", "r", "--model", "sim", stdin=subprocess.PIPE)
+    until(lambda: _sleeps_in_read(process.pid), "it reads")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
+
+
+def _sleeps_in_read(pid: int) -> bool:
+    return "pipe_read" in Path(f"/proc/{pid}/wchan").read_text()
+
+
 def test_a_worker_that_cannot_start_ends_the_run_with_its_own_words(alone: Cli) -> None:
     source = alone.conversations(1)
     refused = alone(
-        "run", str(source), "--run", "r", "--engine", "sim", "--", "--nonsense", exits=3
+        "run", str(source), "--run", "r", "--engine", "sim", "--", "--nonsense", exits=2
     )
     assert "turnmill: engine sim: unrecognized arguments: --nonsense" in refused.stderr
-    refused = alone("run", str(source), "--run", "r", "--engine", "warp", exits=3)
+    refused = alone("run", str(source), "--run", "r", "--engine", "warp", exits=2)
     assert "'warp' is not one of" in refused.stderr
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError
 from tests.by_hand import ByHand, Hand
-from tests.processes import SimWorker, ValkeyServer, until_async
+from tests.processes import SimWorker, ValkeyServer, until, until_async
 
 from turnmill import BlockingClient, Client, Turn
-from turnmill.errors import QueueFull, RecordError, RedisUnusable, UsageError
+from turnmill.errors import (
+    ClientClosed,
+    QueueFull,
+    RecordError,
+    RedisAway,
+    RedisUnusable,
+    UsageError,
+)
 from turnmill.reply import Failure, Reply
 from turnmill.settings import Farm
 
@@ -427,9 +434,9 @@ async def test_patience_ends(own_valkey: Callable[..., ValkeyServer]) -> None:
     async with Client(server.url, patience=0.1) as client:
         await client.submit(turn())
         server.kill()
-        with pytest.raises((ConnectionError, OSError)):
+        with pytest.raises(RedisAway):
             await client.ask(turn("another"))
-        with pytest.raises((ConnectionError, OSError)):
+        with pytest.raises(RedisAway):
             await client.status()
         server.start()
         await client.submit(turn("another"))
@@ -449,6 +456,64 @@ async def test_closing_ends_what_waits(connect: ClientFactory) -> None:
     waiting = asyncio.ensure_future(client.ask(turn()))
     await client.submit(turn())
     await client.close()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(ClientClosed):
         await waiting
+    with pytest.raises(ClientClosed):
+        await client.submit(turn())
     assert {task for task in asyncio.all_tasks() if task is not asyncio.current_task()} == set()
+
+
+async def test_what_is_asked_again_after_a_cancel_is_asked_afresh(
+    farm: Farm, worker: Callable[..., SimWorker]
+) -> None:
+    async with Client(farm.url, namespace=farm.namespace) as client:
+        again = turn("once more")
+        hash = await client.submit(again)
+        assert await client.cancel([hash]) == 1
+        await client.submit(again)
+        worker("--served-name", "m")
+        assert isinstance(await client.wait(hash), Reply)
+
+
+def test_a_client_belongs_to_one_loop(farm: Farm) -> None:
+    client = Client(farm.url, namespace=farm.namespace)
+    asyncio.run(client.submit(turn("here")))
+    with pytest.raises(UsageError, match="belongs to the event loop"):
+        asyncio.run(client.submit(turn("there")))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"priority": 5.5},
+        {"priority": True},
+        {"priority": 10},
+        {"weight": 0},
+        {"weight": math.nan},
+        {"deadline": math.inf},
+        {"deadline": 0},
+    ],
+)
+def test_wrong_options_are_refused_by_name(farm: Farm, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Client(farm.url, **wrong)
+
+
+def test_a_blocking_client_that_closes_leaves_no_thread_waiting(farm: Farm) -> None:
+    client = BlockingClient(farm.url, namespace=farm.namespace)
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            client.ask(turn("never answered"))
+        except ClientClosed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: client.status().queues.get("m") and client.status().queues["m"].queued)
+    client.close()
+    thread.join(10)
+    assert len(errors) == 1
+    with pytest.raises(ClientClosed):
+        client.status()

@@ -10,7 +10,7 @@ import redis.exceptions as errors
 from redis.asyncio import Redis
 from tests.processes import ValkeyServer
 
-from turnmill.errors import QueueFull, RedisUnusable
+from turnmill.errors import QueueFull, RedisAway, RedisUnusable
 from turnmill.faults import passes, patiently
 
 FULL = errors.ResponseError("TURNMILLFULL Redis memory: what is queued would pass 85% of maxmemory")
@@ -87,7 +87,7 @@ async def test_what_does_not_pass_is_raised_at_once() -> None:
 
 async def test_patience_ends_with_the_last_fault() -> None:
     attempt = Attempts(*[errors.ConnectionError("refused")] * 100)
-    with pytest.raises(errors.ConnectionError):
+    with pytest.raises(RedisAway):
         await patiently(attempt, patience=0, doing="reading")
     with pytest.raises(QueueFull, match="Raise maxmemory"):
         await patiently(Attempts(*[FULL] * 100), patience=0, doing="enqueuing")

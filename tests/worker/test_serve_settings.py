@@ -14,11 +14,12 @@ from turnmill_worker.settings import WorkerSettings
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"lease": 0}, "lease: must be above 0"),
-        ({"lease": -1}, "lease: must be above 0"),
-        ({"stalled_after": 0}, "stalled_after: must be above 0"),
-        ({"unstored": 0}, "unstored: must be above 0"),
-        ({"drain": -1}, "drain: must not be below 0"),
+        ({"lease": 0}, "lease: must be a number above 0"),
+        ({"lease": float("nan")}, "lease: must be a number above 0"),
+        ({"lease": -1}, "lease: must be a number above 0"),
+        ({"stalled_after": 0}, "stalled_after: must be a number above 0"),
+        ({"unstored": 0}, "unstored: must be a number above 0"),
+        ({"drain": -1}, "drain: must be a number, not below 0"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:

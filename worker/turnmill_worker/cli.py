@@ -88,15 +88,6 @@ def serve(engine: Engine, farm: Farm, settings: WorkerSettings) -> int:
     with contextlib.closing(uvloop.new_event_loop()) as loop:
         asyncio.set_event_loop(loop)
         turn_worker = TurnWorker(engine, farm, settings)
-        log.info(
-            "worker %s serves %s with %s %s: %d slots, context %d",
-            turn_worker.id,
-            turn_worker.model,
-            engine.identity.engine,
-            engine.identity.version,
-            turn_worker.capacity.slots,
-            turn_worker.capacity.context,
-        )
         code = CONFIGURATION
         try:
             turn_worker.run()

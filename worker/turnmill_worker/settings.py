@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from turnmill.errors import UsageError
@@ -23,7 +24,7 @@ class WorkerSettings:
 
     def __post_init__(self) -> None:
         for name in ("lease", "stalled_after", "unstored"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"{name}: must be above 0")
-        if self.drain < 0:
-            raise UsageError("drain: must not be below 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name}: must be a number above 0")
+        if not 0 <= self.drain < math.inf:
+            raise UsageError("drain: must be a number, not below 0")

@@ -49,6 +49,8 @@ IDLE_SECONDS = 0.5
 BACK_OFF = 0.05
 """Seconds between tries while Redis is away. Under a storm of killed connections this decides how fast
 the farm heals."""
+REFUSED_BACK_OFF = 5.0
+"""Seconds, where only a person can mend it: a changed password, a rule."""
 
 FAULTS = (RedisError, OSError, asyncio.TimeoutError)
 
@@ -131,6 +133,15 @@ class TurnWorker(Worker):
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.stop)
         await self._until_redis_answers()
+        log.info(
+            "worker %s serves %s with %s %s: %d slots, context %d",
+            self.id,
+            self.model,
+            self.engine.identity.engine,
+            self.engine.identity.version,
+            self.capacity.slots,
+            self.capacity.context,
+        )
         self._spawn(self._wait_for_wakes())
         self._spawn(self._pulse.watch(self._engine_died))
         keeper = LeaseKeeper(
@@ -330,8 +341,20 @@ class TurnWorker(Worker):
         )
 
     async def _exchange(self, exchange: _Exchange) -> None:
-        """One round trip: hand in what has finished, take what there is room for. If Redis does not take
-        part, nothing was lost here, and what is unsure is cleared up next time."""
+        try:
+            await self._round_trip(exchange)
+        except BaseException:
+            # Storing twice is harmless, and so is clearing up what was never claimed.
+            self._finished = exchange.finished + self._finished
+            self._unanswered += [*exchange.unanswered, *filter(None, [exchange.token])]
+            raise
+        finally:
+            self._exchanges.discard(exchange)
+            self._kick.set()
+
+    async def _round_trip(self, exchange: _Exchange) -> None:
+        """Hand in what has finished, take what there is room for. If Redis does not take part, nothing was
+        lost here, and what is unsure is cleared up next time."""
         groups = _groups(exchange.finished)
         pipe = self.pool.pipeline(transaction=False)
         for unanswered in exchange.unanswered:
@@ -360,8 +383,6 @@ class TurnWorker(Worker):
         problems = [answer for answer in answers if isinstance(answer, Exception)]
         if problems:
             await self._recover_from(problems[0])
-        self._exchanges.discard(exchange)
-        self._kick.set()
 
     async def _handed_in(self, group: list[Finish], answer: Any) -> None:
         if isinstance(answer, Exception):
@@ -415,6 +436,7 @@ class TurnWorker(Worker):
                     await self.pool.script_load(script.text)
         elif not passes(problem):
             log.error("Redis refuses: %s", problem)
+            await asyncio.sleep(REFUSED_BACK_OFF)
         await asyncio.sleep(BACK_OFF)
 
     # One turn

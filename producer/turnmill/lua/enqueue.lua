@@ -7,6 +7,9 @@
 -- Returns: stream position to read from, then per ask one of
 --   answered | failed | cancelled | deadline | queued | running | unknown
 local run, class, weight, deadline = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+if not class:match('^%d$') or not ((tonumber(weight) or 0) > 0) or not deadline then
+  return redis.error_reply('TURNMILLUSAGE class is one digit, weight a number above 0, deadline a number')
+end
 local RUN, TURNS, SWEEP = run_key(run), Q .. 'turns:' .. run, Q .. 'sweep:' .. run
 local STAYS = { poison = true, invalid_request = true }
 
