@@ -299,3 +299,17 @@ def test_a_wrong_password_ends_with_2_and_says_so(own_valkey: Callable[..., Valk
     assert code == 2
     assert "invalid username-password pair" in lines[-1]
     assert not any("Traceback" in line for line in lines)
+
+
+async def test_a_claim_that_cannot_be_read_ends_the_worker_instead_of_hanging_it(
+    worker: WorkerFactory, asking: Client, farm: Farm
+) -> None:
+    hash = await asking.submit(turn())
+    waiters = f"{farm.keys.prefix}w:{hash}"
+    await asking.store.redis.hset(waiters, "run", "5 o'clock")
+    one = worker("--lease", "60", registers=False)
+    assert await asyncio.to_thread(one.wait) == 70
+    assert "a background task died" in one.log
+    # What it had claimed went back before it ended.
+    depth = await asking.queue.depth("sim")
+    assert (depth.running, depth.queued) == (0, 1)
