@@ -18,7 +18,14 @@ def rival_python(name: str, requirements: Sequence[str], say: Callable[[str], No
     if not ready.exists() or ready.read_text() != wanted:
         say(f"making {folder.relative_to(ROOT)}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+        pip: list[str | Path] = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "-qq",
+            "--disable-pip-version-check",
+        ]
         subprocess.run([*pip, *requirements], check=True)
         ready.write_text(wanted)
     return python

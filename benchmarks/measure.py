@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -48,7 +48,7 @@ class Spread:
 
 
 def interleaved(
-    contenders: dict[str, Callable[[], Measured]], rounds: int, say: Callable[[str], None]
+    contenders: Mapping[str, Callable[[], Measured]], rounds: int, say: Callable[[str], None]
 ) -> dict[str, list[Measured]]:
     """Every contender once a round; who begins changes from round to round."""
     results: dict[str, list[Measured]] = {name: [] for name in contenders}

@@ -35,8 +35,10 @@ from turnmill.turn import Message
 
 GOAL = 0.97
 SLOTS, LATENCY = 64, 0.2
-CONVERSATIONS, TURNS = 640, 3
+CONVERSATIONS, TURNS = 960, 3
 AT_ONCE = 320
+FIRST, LAST = AT_ONCE, (CONVERSATIONS - AT_ONCE) * TURNS
+"""Turns between which the rate is taken: all slots are in use, and as many conversations wait as at first."""
 
 Say = Callable[[str], None]
 
@@ -64,9 +66,10 @@ def run(rounds: int, say: Say) -> Result:
         {
             "turnmill": f"sim engine, {SLOTS} slots, {LATENCY:g} s a turn; a run of {CONVERSATIONS} conversations "
             f"of {TURNS} turns, {AT_ONCE} at once, by one producer process",
-            "measured": "the middle of the run: without its first and last tenth",
+            "measured": f"from the {FIRST}th turn to the {LAST:,}th, while at least {AT_ONCE - SLOTS} conversations wait",
         },
         conditions(server_version()),
+        interleaved=False,
     )
 
 
@@ -78,8 +81,7 @@ def _rate() -> float:
             asyncio.run(_drive(farm, Path(folder)))
         with redis.Redis.from_url(on.url) as client:
             times = sorted(finish_times(client, "sim"))
-    edge = len(times) // 10
-    return slope(times[edge:-edge])
+    return slope(times[FIRST:LAST])
 
 
 async def _drive(farm: Farm, folder: Path) -> None:

@@ -122,7 +122,9 @@ class Turnmill:
         return stack.enter_context(process(worker_command(SLOTS), farm_environment(Farm(on.url))))
 
     def ended(self, client: redis.Redis) -> int:
-        return int(str(client.hget(Keys().run("bench"), "done") or b"0", "ascii"))
+        done = client.hget(Keys().run("bench"), "done")
+        assert done is None or isinstance(done, bytes)
+        return int(done or 0)
 
     def times(self, client: redis.Redis) -> list[float]:
         return finish_times(client, "sim")
@@ -144,12 +146,18 @@ class Arq:
         return stack.enter_context(process([*self._script, "work", _path(on), str(self._max_jobs)]))
 
     def ended(self, client: redis.Redis) -> int:
-        return self.turns - int(str(client.zcard("arq:queue")))
+        left = client.zcard("arq:queue")
+        assert isinstance(left, int)
+        return self.turns - left
 
     def times(self, client: redis.Redis) -> list[float]:
         keys = list(client.scan_iter("arq:result:*", count=1000))
-        results = [client.mget(keys[i : i + 500]) for i in range(0, len(keys), 500)]
-        return [from_json(raw)["ft"] / 1000 for some in results for raw in some]
+        times = []
+        for start in range(0, len(keys), 500):
+            results = client.mget(keys[start : start + 500])
+            assert isinstance(results, list)
+            times += [from_json(raw)["ft"] / 1000 for raw in results]
+        return times
 
 
 def run(rounds: int, say: Say) -> Result:

@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """One benchmark. `settings`: how it was measured, in words."""
+    """One benchmark. `settings`: how it was measured, in words. `interleaved`: rivals took turns in each round."""
 
     bench: str
     title: str
@@ -45,6 +45,7 @@ class Result:
     settings: dict[str, str]
     conditions: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    interleaved: bool = True
 
     def to_json(self) -> dict[str, object]:
         """The median of each figure by its key, then all that is known of it under `figures`."""
@@ -75,7 +76,8 @@ class Result:
                 {None: "", True: "met", False: "NOT MET"}[row.met],
             )
         rounds = len(self.rows[0].spread.values)
-        facts = {"rounds": f"{rounds}, interleaved", **self.settings, **self.conditions}
+        how = ", interleaved" if self.interleaved else ""
+        facts = {"rounds": f"{rounds}{how}", **self.settings, **self.conditions}
         about = Table.grid(padding=(0, 2))
         for name, value in facts.items():
             about.add_row(Text(name, style="dim"), Text(value, style="dim"))

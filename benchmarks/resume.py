@@ -60,6 +60,7 @@ def run(rounds: int, say: Say) -> Result:
             "and a worker with the sim engine; starting and ending all of it is in the time"
         },
         conditions(server_version()),
+        interleaved=False,
     )
 
 

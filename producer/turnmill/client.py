@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 from pydantic_core import to_json
 from redis.exceptions import RedisError
 
-from turnmill.errors import ClientClosed, TurnmillError, UsageError
+from turnmill.errors import ClientClosed, RecordError, TurnmillError, UsageError
 from turnmill.faults import passes, patiently, translate
 from turnmill.queue import BATCH_BYTES, BATCH_TURNS, Ask, Depth, Lane, Queue, State
 from turnmill.reply import Reply, Trace
@@ -355,6 +355,8 @@ class Client:
         except TurnmillError as error:
             # One record that cannot be read must not take the others with it.
             if len(hashes) == 1:
+                if isinstance(error, RecordError):
+                    error = type(error)(f"turn {hashes[0]}: {error}")
                 if hashes[0] in self._pending:
                     self._drop(self._pending[hashes[0]], error)
                 return

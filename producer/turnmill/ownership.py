@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import platform
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,9 @@ async def sole_producer(redis: Redis, key: str, run: str) -> AsyncIterator[async
         if await lock.acquire(token=me):
             return ""
         holder = await _holder(redis, key)
+        if holder == me:  # the answer to an earlier try was lost
+            lock.local.token = me.encode()
+            return ""
         return "" if _is_dead(holder) and await _take_over(lock, holder, me) else holder
 
     holder = await patiently(acquire, patience=None, doing=f"run {run}")
@@ -94,13 +98,15 @@ async def _holder(redis: Redis, key: str) -> str:
 
 
 def _self() -> str:
-    """Host, process and the process's start: a process id alone comes back."""
-    return f"{_host()} {os.getpid()} {_started(os.getpid())}"
+    """Host, process, the process's start (a process id alone comes back), and which of its runs this is."""
+    return f"{_host()} {os.getpid()} {_started(os.getpid())} {uuid.uuid4().hex[:8]}"
 
 
 def _host() -> str:
+    """The host's name, its boot, and its table of processes: containers may share the first two."""
     with suppress(OSError):
-        return f"{platform.node()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{platform.node()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
     return platform.node()
 
 
@@ -113,13 +119,10 @@ def _started(pid: int) -> str:
 
 def _is_dead(holder: str) -> bool:
     """Whether it is known that the holder is gone; of another host nothing is known."""
-    host, _, process = holder.partition(" ")
-    pid, _, started = process.partition(" ")
-    if host != _host() or not pid.isdigit():
-        return False
-    return _started(int(pid)) != started
+    host, pid, started = (*holder.split(" "), "", "")[:3]
+    return host == _host() and pid.isdecimal() and _started(int(pid)) != started
 
 
 def _named(holder: str) -> str:
-    host, _, process = holder.partition(" ")
-    return f"process {process.partition(' ')[0]} on {host.partition('/')[0]}"
+    host, pid = (*holder.split(" "), "")[:2]
+    return f"process {pid} on {host.partition('/')[0]}"

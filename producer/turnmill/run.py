@@ -20,7 +20,7 @@ from turnmill.budget import FailureBudget
 from turnmill.client import Client
 from turnmill.conversations import Conversation
 from turnmill.draws import Draws
-from turnmill.errors import ManifestChanged, TurnFailed, UsageError
+from turnmill.errors import ManifestChanged, RecordError, TurnFailed, UsageError
 from turnmill.faults import patiently
 from turnmill.output import RunFiles
 from turnmill.ownership import sole_producer
@@ -200,7 +200,7 @@ class Run:
             messages, error = session.messages, str(failed)
             self._failed_now += not session.from_store
             outcome = "cancelled" if failed.failure.kind == "cancelled" else "failed"
-        except (UsageError, ValueError) as wrong:
+        except (UsageError, RecordError, ValueError) as wrong:
             messages, error, outcome = session.messages, str(wrong), "failed"
             self._failed_now += 1
         if capped is None and any(turn.capped == "output" for turn in session.turns):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from turnmill.errors import NewerRecord, RecordError
 from turnmill.turn import Turn, explain
@@ -40,7 +41,12 @@ def unpack(data: bytes) -> bytes:
 
 def encode(record: BaseModel) -> bytes:
     """A reply, failure or trace as stored bytes."""
-    text = to_json(record, exclude_none=True, inf_nan_mode="null")
+    try:
+        text = to_json(record, exclude_none=True, inf_nan_mode="null")
+    except PydanticSerializationError:
+        # Half a surrogate pair, which an engine can make and UTF-8 has not, becomes U+FFFD.
+        fields = json.dumps(record.model_dump(exclude_none=True), ensure_ascii=False)
+        text = fields.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
     return pack(b'{"v":%d,%s' % (WIRE_VERSION, text[1:]))
 
 

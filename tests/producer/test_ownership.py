@@ -90,8 +90,8 @@ async def test_the_hold_of_a_killed_process_is_taken_over_at_once(
 async def test_a_process_number_that_came_back_is_not_taken_for_the_holder(
     client: Redis, key: str
 ) -> None:
-    host, pid, started = ownership._self().split(" ")
-    await client.set(key, f"{host} {pid} {int(started) - 1}", px=60_000)
+    host, pid, started, which = ownership._self().split(" ")
+    await client.set(key, f"{host} {pid} {int(started) - 1} {which}", px=60_000)
     async with sole_producer(client, key, "run"):
         pass
 

@@ -117,3 +117,12 @@ def test_a_body_that_is_no_turn_says_which_field_is_wrong() -> None:
         decode_turn(b'{"v":1,"model":"m"}')
     with pytest.raises(RecordError, match=r"finish_reason: Field required"):
         decode(Reply, b'{"v":1,"hash":"h","message":{"role":"assistant"}}')
+
+
+def test_half_a_surrogate_pair_of_an_engine_does_not_lose_the_answer() -> None:
+    message = Message(role="assistant", content="so \ud83d far")
+    reply = Reply(hash="0" * 64, message=message, finish_reason="stop")
+    content = decode(Reply, encode(reply)).message.content
+    assert isinstance(content, str)
+    assert content.startswith("so \ufffd")
+    assert content.endswith(" far")

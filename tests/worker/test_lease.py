@@ -16,7 +16,7 @@ from tests.processes import ValkeyServer, until, until_async
 from turnmill.reply import EngineIdentity
 from turnmill.settings import Farm
 from turnmill.store import WorkerInfo
-from turnmill_worker.lease import LeaseKeeper
+from turnmill_worker.lease import Held, LeaseKeeper
 
 LEASE = 0.4
 
@@ -55,9 +55,12 @@ class Keeping:
             heartbeat=time.time(),
         )
 
-    def renewed(self, lost: list[str], unwanted: list[str]) -> None:
+    def renewed(self, lost: Held, unwanted: Held) -> None:
         assert threading.current_thread() is self.keeper
-        self.lost, self.unwanted = self.lost + lost, self.unwanted + unwanted
+        for claims, into in ((lost, self.lost), (unwanted, self.unwanted)):
+            for hash, token in claims:
+                assert self.hand.held[hash].token == token
+                into.append(hash)
 
     def stop(self) -> None:
         self.keeper.stop()

@@ -277,7 +277,7 @@ def test_without_a_redis_it_says_so_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--engine", "sim", "--lease", "0"), "lease: must be above 0"),
+        (("--engine", "sim", "--lease", "0"), "lease: must be a number above 0"),
         (("--engine", "sim", "--namespace", "a b"), "namespace 'a b'"),
         (("--engine", "sim", "--redis-url", "localhost:6379"), "REDIS_URL"),
         (("--engine", "sim", "--", "--latencyy", "1"), "--latencyy"),

@@ -24,8 +24,11 @@ RENEW_CHUNK = 500
 UPKEEP_CALLS = 50
 """RENEW calls in a row, at most, while there is upkeep to do."""
 
-Renewed = Callable[[list[str], list[str]], None]
-"""Called in the keeper's thread with the turns that are lost and those that nobody wants."""
+Held = list[tuple[str, str]]
+"""Turns by hash, each with the token of its claim: the same turn may be claimed again by the same worker."""
+
+Renewed = Callable[[Held, Held], None]
+"""Called in the keeper's thread with the claims that are lost, and those of turns that nobody wants."""
 
 
 class LeaseKeeper(threading.Thread):
@@ -40,7 +43,7 @@ class LeaseKeeper(threading.Thread):
         model: str,
         lease: float,
         *,
-        held: Callable[[], list[tuple[str, str]]],
+        held: Callable[[], Held],
         info: Callable[[], WorkerInfo],
         alive: Callable[[], bool],
         renewed: Renewed,
@@ -84,10 +87,14 @@ class LeaseKeeper(threading.Thread):
         for start in range(0, max(1, len(held)), RENEW_CHUNK):
             self._renew(held[start : start + RENEW_CHUNK])
 
-    def _renew(self, held: list[tuple[str, str]]) -> None:
+    def _renew(self, held: Held) -> None:
         lost, unwanted, again = self._call([part for pair in held for part in pair])
         if lost or unwanted:
-            self._renewed([h.decode() for h in lost], [h.decode() for h in unwanted])
+            token_of = dict(held)
+            self._renewed(
+                [(hash, token_of[hash]) for hash in map(bytes.decode, lost)],
+                [(hash, token_of[hash]) for hash in map(bytes.decode, unwanted)],
+            )
         for _ in range(UPKEEP_CALLS):
             if not again:
                 break

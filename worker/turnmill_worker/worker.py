@@ -28,7 +28,7 @@ from turnmill.tasks import end_tasks
 from turnmill_worker.claim import Claim, Company, Finish, read_claims, requeue
 from turnmill_worker.engines.base import Engine, EngineDied, Progress
 from turnmill_worker.job import RETRY_AFTER, answer_turn
-from turnmill_worker.lease import LeaseKeeper
+from turnmill_worker.lease import Held, LeaseKeeper
 from turnmill_worker.pulse import Pulse
 from turnmill_worker.scripts import CLAIM, FINISH, RECOVER, RENEW
 from turnmill_worker.settings import WorkerSettings
@@ -273,13 +273,13 @@ class TurnWorker(Worker):
             log.critical("the engine died: %s", why)
         self._end(ENGINE_DIED)
 
-    def _let_go(self, lost: list[str], unwanted: list[str]) -> None:
-        for hash in lost:
-            if hash in self._running:
-                self._running[hash].end("lost")
-        for hash in unwanted:
-            if hash in self._running:
-                self._running[hash].end("unwanted")
+    def _let_go(self, lost: Held, unwanted: Held) -> None:
+        endings: tuple[tuple[Ending, Held], ...] = (("lost", lost), ("unwanted", unwanted))
+        for ending, claims in endings:
+            for hash, token in claims:
+                running = self._running.get(hash)
+                if running is not None and running.claim.token == token:
+                    running.end(ending)
 
     # The queue
 
