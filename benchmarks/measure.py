@@ -53,8 +53,7 @@ def interleaved(
     """Every contender once a round; who begins changes from round to round."""
     results: dict[str, list[Measured]] = {name: [] for name in contenders}
     for number in range(rounds):
-        order = list(contenders) if number % 2 == 0 else list(reversed(contenders))
-        for name in order:
+        for name in sorted(contenders, reverse=number % 2 == 1):
             say(f"round {number + 1} of {rounds}: {name}")
             results[name].append(contenders[name]())
     return results

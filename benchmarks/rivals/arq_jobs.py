@@ -70,7 +70,7 @@ async def fill(settings: RedisSettings, count: int) -> None:
 
 def work(settings: RedisSettings, max_jobs: int) -> None:
     Worker(
-        functions=[func(answer, name="answer")],
+        functions=[func(answer, name="answer")],  # type: ignore[arg-type]
         redis_settings=settings,
         max_jobs=max_jobs,
         poll_delay=0.01,
