@@ -398,6 +398,8 @@ def worker(arguments: tuple[str, ...]) -> None:
 def _execute(prepare: Callable[[], Work]) -> NoReturn:
     """Run a command, and exit with its code or that of its error. What `prepare` does may block: the loop, and
     with it the handlers of signals, comes after."""
+    # Shells start what runs in the background with SIGINT ignored; our loop hears it, so all of us does.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = asyncio.run(_interruptible(prepare()))
         sys.stdout.flush()

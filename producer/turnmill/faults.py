@@ -33,10 +33,15 @@ _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 Result = TypeVar("Result")
 
 
+def refuses(error: BaseException) -> bool:
+    """Whether Redis refuses us, not this command: only a person can mend it."""
+    # redis-py wraps what it is refused while it connects into a ConnectionError.
+    return any(isinstance(part, _REFUSALS) for part in (error, *error.args))
+
+
 def passes(error: BaseException) -> bool:
     """Whether asking again later can help, with nothing changed on our side."""
-    # redis-py wraps what it is refused while it connects into a ConnectionError.
-    if any(isinstance(part, _REFUSALS) for part in (error, *error.args)):
+    if refuses(error):
         return False
     if isinstance(error, ConnectionError | TimeoutError | OSError | asyncio.TimeoutError):
         return True

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import from_json
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from turnmill.keys import Keys
 from turnmill.reply import EngineIdentity, Failure, Reply, Trace
@@ -122,7 +124,8 @@ class Store:
         records = await self.redis.mget([self._keys.worker(id) for id in ids])
         gone = [id for id, data in zip(ids, records, strict=True) if data is None]
         if gone:
-            await self.redis.srem(self._keys.workers, *gone)  # type: ignore[misc]
+            with suppress(ResponseError):  # who may only read leaves the tidying to others
+                await self.redis.srem(self._keys.workers, *gone)  # type: ignore[misc]
         return [WorkerInfo.model_validate(from_json(data)) for data in records if data]
 
     async def models(self) -> list[str]:

@@ -14,11 +14,12 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
 
     redis-py swallows a cancellation that meets it while it connects, so one is not always enough.
     """
-    left = {task for task in tasks if task is not None and not task.done()}
+    all_tasks = {task for task in tasks if task is not None}
+    left = {task for task in all_tasks if not task.done()}
     while left:
         for task in left:
             task.cancel()
-        ended, left = await asyncio.wait(left, timeout=_AGAIN_SECONDS)
-        for task in ended:
-            if not task.cancelled():
-                task.exception()
+        _, left = await asyncio.wait(left, timeout=_AGAIN_SECONDS)
+    for task in all_tasks:
+        if not task.cancelled():
+            task.exception()  # or Python says, of each, that nobody asked

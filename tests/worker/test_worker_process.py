@@ -313,3 +313,19 @@ async def test_a_claim_that_cannot_be_read_ends_the_worker_instead_of_hanging_it
     # What it had claimed went back before it ended.
     depth = await asking.queue.depth("sim")
     assert (depth.running, depth.queued) == (0, 1)
+
+
+async def test_answers_are_kept_while_redis_refuses_the_worker(
+    worker: WorkerFactory, own_valkey: Callable[..., ValkeyServer]
+) -> None:
+    farm = Farm(own_valkey().url)
+    async with Client(farm.url, run="run") as asking:
+        one = worker("--slots", "4", "--lease", "30", sim=("--latency", "0.5"), farm=farm)
+        hashes = await asking.submit_many([turn(f"{i}") for i in range(4)])
+        await running(asking, 4)
+        await asking.store.redis.acl_setuser("default", enabled=True, commands=["-evalsha"])
+        await asyncio.to_thread(until, lambda: "Redis refuses" in one.log, "it is refused")
+        await asking.store.redis.acl_setuser("default", enabled=True, commands=["+evalsha"])
+        endings = await asking.wait_many(hashes, 30)
+        assert all(isinstance(ending, Reply) for ending in endings.values())
+        assert [(await trace(asking, hash)).earlier for hash in hashes] == [[]] * 4

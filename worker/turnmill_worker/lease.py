@@ -51,6 +51,7 @@ class LeaseKeeper(threading.Thread):
         super().__init__(name="turnmill-leases", daemon=True)
         self._farm, self._model, self._step = farm, model, lease / 4
         self._held, self._info, self._alive, self._renewed = held, info, alive, renewed
+        self._lease_ms = int(lease * 1000)
         self._expiry_ms = int(max(3 * lease, 5) * 1000)
         self._over = threading.Event()
         timeout = max(self._step, 0.5)
@@ -111,6 +112,9 @@ class LeaseKeeper(threading.Thread):
     def _register(self) -> None:
         info, keys = self._info(), self._farm.keys
         pipe = self._redis.pipeline(transaction=False)
+        pipe.set(
+            keys.lease, self._lease_ms, nx=True
+        )  # a Redis that came back empty has forgotten it
         pipe.sadd(keys.workers, info.id)
         pipe.set(keys.worker(info.id), info.model_dump_json(), px=self._expiry_ms)
         pipe.execute()

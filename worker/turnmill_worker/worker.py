@@ -21,7 +21,7 @@ from arq.connections import ArqRedis
 from arq.worker import Worker, func
 from redis.exceptions import NoScriptError, RedisError
 
-from turnmill.faults import passes
+from turnmill.faults import passes, refuses
 from turnmill.settings import Farm
 from turnmill.store import WorkerInfo
 from turnmill.tasks import end_tasks
@@ -386,7 +386,7 @@ class TurnWorker(Worker):
 
     async def _handed_in(self, group: list[Finish], answer: Any) -> None:
         if isinstance(answer, Exception):
-            if passes(answer):
+            if passes(answer) or refuses(answer):
                 self._finished = group + self._finished
             elif len(group) > 1:
                 # One of them is refused for itself: hand them in one by one.
@@ -403,10 +403,10 @@ class TurnWorker(Worker):
         try:
             await self.pool.evalsha(FINISH.sha, 2, *self._prefixes, *_flat([item]))  # type: ignore[misc]
         except FAULTS as error:
-            if isinstance(error, RedisError) and not passes(error):
-                log.error("turn %s cannot be stored: %s", item.hash[:12], error)
-            else:
+            if passes(error) or refuses(error):
                 self._finished.append(item)
+            else:
+                log.error("turn %s cannot be stored: %s", item.hash[:12], error)
 
     async def _claimed(self, exchange: _Exchange, answer: Any) -> None:
         token = exchange.token
