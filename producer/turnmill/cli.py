@@ -44,8 +44,15 @@ BUDGET_SPENT, USAGE, PERMANENT = 1, 2, 3
 LINE_SECONDS = 10.0
 CLEANUP_SECONDS = 15.0
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        """Ours to handle: rich would exit with 1, which means something else here."""
+        raise BrokenPipeError
+
+
+out = _Terminal(highlight=False)
+err = _Terminal(stderr=True, highlight=False)
 
 
 Work = Callable[[], Awaitable[int]]

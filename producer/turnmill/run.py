@@ -200,7 +200,9 @@ class Run:
             messages, error = session.messages, str(failed)
             self._failed_now += not session.from_store
             outcome = "cancelled" if failed.failure.kind == "cancelled" else "failed"
-        except (UsageError, RecordError, ValueError) as wrong:
+        except RecordError as unreadable:  # as it was before this attempt
+            messages, error, outcome = session.messages, str(unreadable), "failed"
+        except (UsageError, ValueError) as wrong:
             messages, error, outcome = session.messages, str(wrong), "failed"
             self._failed_now += 1
         if capped is None and any(turn.capped == "output" for turn in session.turns):

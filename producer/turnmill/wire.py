@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from typing import Any, TypeVar
 
@@ -44,10 +43,20 @@ def encode(record: BaseModel) -> bytes:
     try:
         text = to_json(record, exclude_none=True, inf_nan_mode="null")
     except PydanticSerializationError:
-        # Half a surrogate pair, which an engine can make and UTF-8 has not, becomes U+FFFD.
-        fields = json.dumps(record.model_dump(exclude_none=True), ensure_ascii=False)
-        text = fields.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
+        whole = _without_half_pairs(record.model_dump(exclude_none=True))
+        text = to_json(whole, inf_nan_mode="null")
     return pack(b'{"v":%d,%s' % (WIRE_VERSION, text[1:]))
+
+
+def _without_half_pairs(value: Any) -> Any:
+    """Half a surrogate pair, which an engine can make and UTF-8 has not, becomes U+FFFD."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    if isinstance(value, dict):
+        return {key: _without_half_pairs(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_half_pairs(item) for item in value]
+    return value
 
 
 def decode(model: type[Model], data: bytes) -> Model:

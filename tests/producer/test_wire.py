@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import zlib
 
@@ -121,7 +122,8 @@ def test_a_body_that_is_no_turn_says_which_field_is_wrong() -> None:
 
 def test_half_a_surrogate_pair_of_an_engine_does_not_lose_the_answer() -> None:
     message = Message(role="assistant", content="so \ud83d far")
-    reply = Reply(hash="0" * 64, message=message, finish_reason="stop")
+    logprobs = {"content": [{"token": "so", "logprob": -math.inf}]}
+    reply = Reply(hash="0" * 64, message=message, finish_reason="stop", logprobs=logprobs)
     content = decode(Reply, encode(reply)).message.content
     assert isinstance(content, str)
     assert content.startswith("so \ufffd")
