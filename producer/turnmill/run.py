@@ -66,7 +66,6 @@ class Progress:
     running: int = 0
     asked: int = 0
     stored: int = 0
-    answered: int = 0
     tokens: int = 0
     workers: int = 0
     slots: int = 0
@@ -248,7 +247,6 @@ class Run:
             self.progress.asked += 1
         if not isinstance(ending, Reply):
             raise TurnFailed(ending)
-        self.progress.answered += 1
         if not session.from_store:
             self.progress.tokens += ending.usage.completion_tokens
         return ending
