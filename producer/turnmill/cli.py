@@ -199,10 +199,8 @@ def run(
         async with contextlib.AsyncExitStack() as stack:
             files = stack.enter_context(RunFiles(folder, name))
             worker = None
-            if redis_url:
-                farm = Farm.from_environment(redis_url, namespace)
-            else:
-                farm = await stack.enter_async_context(_embedded(data, namespace))
+            farm = await stack.enter_async_context(_farm(redis_url, namespace, data))
+            if not redis_url:
                 command = WorkerCommand(
                     engine or "local", model, served_name, slots, engine_arguments
                 )
@@ -291,8 +289,14 @@ async def _kept_alive(worker: WorkerProcess | None) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def _embedded(data: Path | None, namespace: str | None) -> AsyncIterator[Farm]:
-    """Starting and ending a server takes its time: not in the loop, which has signals to hear."""
+async def _farm(
+    redis_url: str | None, namespace: str | None, data: Path | None
+) -> AsyncIterator[Farm]:
+    """The farm of a Redis; without one, that of an embedded server. Starting and ending a server takes its
+    time: not in the loop, which has signals to hear."""
+    if redis_url:
+        yield Farm.from_environment(redis_url, namespace)
+        return
     namespace = check_name(namespace or DEFAULT_NAMESPACE, "namespace")
     server = EmbeddedServer(data or default_data_dir())
     try:
@@ -370,13 +374,11 @@ def status(as_json: bool, redis_url: str | None, namespace: str | None, data: Pa
     """Queues, runs and workers."""
 
     async def work() -> int:
-        async with contextlib.AsyncExitStack() as stack:
-            if redis_url:
-                farm = Farm.from_environment(redis_url, namespace)
-            else:
-                farm = await stack.enter_async_context(_embedded(data, namespace))
-            async with Client(farm.url, namespace=farm.namespace, patience=5.0) as client:
-                seen = await client.status()
+        async with (
+            _farm(redis_url, namespace, data) as farm,
+            Client(farm.url, namespace=farm.namespace, patience=5.0) as client,
+        ):
+            seen = await client.status()
         if as_json:
             _emit(seen.to_json())
         else:

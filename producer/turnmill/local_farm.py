@@ -60,7 +60,7 @@ class WorkerCommand:
 class WorkerProcess:
     """One worker on this machine, started again whenever it ends.
 
-    Start and stop it from the main thread: the kernel ends a child with the thread that started it.
+    Start it from the main thread: the kernel ends a child with the thread that started it.
     """
 
     def __init__(self, command: WorkerCommand, farm: Farm, log_file: Path) -> None:

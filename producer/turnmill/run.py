@@ -223,14 +223,14 @@ class Run:
         outcomes = self.progress.outcomes
         outcomes[result.outcome] += 1
         # What had failed before this attempt is told first, and says nothing of how this one goes.
-        if self.settings.max_failures.spent(self._failed_now, self.progress.ended):
-            if not self._stopping:
-                log.error(
-                    "%d of %d conversations failed: over the budget of %s; nothing more is enqueued",
-                    self._failed_now,
-                    self.progress.ended,
-                    self.settings.max_failures,
-                )
+        budget = self.settings.max_failures
+        if not self._stopping and budget.spent(self._failed_now, self.progress.ended):
+            log.error(
+                "%d of %d conversations failed: over the budget of %s; nothing more is enqueued",
+                self._failed_now,
+                self.progress.ended,
+                budget,
+            )
             self._stopping = True
 
     async def answer(self, turn: Turn, session: _Session) -> Reply:

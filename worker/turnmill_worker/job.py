@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from turnmill.errors import BadTurn, NewerRecord, RecordError
@@ -33,11 +34,47 @@ LARGE_BODY = 256 << 10
 """Bytes; a larger body is decoded in a thread, so that the worker's loop is never blocked."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """This try of a turn, and what is made of it if it ends without an answer."""
+
+    claim: Claim
+    identity: EngineIdentity
+    worker: str
+    progress: Progress
+
+    def again_or_fail(self, text: str) -> Finish:
+        retries = sum(entry.outcome == "retry" for entry in self.claim.earlier)
+        if retries < MAX_RETRIES:
+            log.warning("turn %s: %s; it is tried again", self.claim.hash[:12], text)
+            return requeue(self.claim, "retry", RETRY_AFTER[retries])
+        return self.fail("engine_error", text)
+
+    def fail(self, kind: FailureKind, text: str) -> Finish:
+        hash, token = self.claim.hash, self.claim.token
+        failure = Failure(hash=hash, kind=kind, text=text, tries=len(self.claim.earlier) + 1)
+        return Finish(hash, token, "fail", kind, encode(failure), self.trace("failed", Usage()))
+
+    def trace(self, outcome: str, usage: Usage) -> bytes:
+        """The trace as it is stored."""
+        trace = Trace(
+            hash=self.claim.hash,
+            worker=self.worker,
+            outcome=outcome,
+            earlier=self.claim.earlier,
+            engine=self.identity,
+            request=self.progress.request or None,
+            times=self.progress.times(self.claim.enqueued, self.claim.claimed),
+            cached_tokens=usage.cached_tokens,
+        )
+        return encode(trace)
+
+
 async def answer_turn(context: dict[str, Any], claim: Claim, progress: Progress) -> Finish:
     """The arq job: answer one claimed turn, and say how it ended. `context` holds the `engine` and the id
     of the `worker`. Raises CancelledError, and EngineDied."""
     engine: Engine = context["engine"]
-    worker: str = context["worker"]
+    this = _Try(claim, engine.identity, context["worker"], progress)
     try:
         if len(claim.body) > LARGE_BODY:
             turn = await asyncio.to_thread(read_turn, claim)
@@ -47,13 +84,13 @@ async def answer_turn(context: dict[str, Any], claim: Claim, progress: Progress)
         log.warning("turn %s left to a newer worker: %s", claim.hash[:12], error)
         return requeue(claim, "newer", NOT_MINE_AFTER)
     except BadTurn as error:
-        return _fail(claim, engine.identity, worker, progress, "invalid_request", str(error))
+        return this.fail("invalid_request", str(error))
     except RecordError as error:
-        return _fail(claim, engine.identity, worker, progress, "unreadable", str(error))
+        return this.fail("unreadable", str(error))
 
     if turn.model != engine.served_name:
         text = f"model {turn.model!r} was put into the queue of {engine.served_name!r}"
-        return _fail(claim, engine.identity, worker, progress, "invalid_request", text)
+        return this.fail("invalid_request", text)
     if turn.revision is not None and turn.revision != engine.identity.revision:
         return requeue(claim, "revision", NOT_MINE_AFTER)
 
@@ -65,17 +102,16 @@ async def answer_turn(context: dict[str, Any], claim: Claim, progress: Progress)
             reply = _capped_before(claim, error)
         record = encode(reply)
     except InvalidRequest as error:
-        return _fail(claim, engine.identity, worker, progress, "invalid_request", str(error))
+        return this.fail("invalid_request", str(error))
     except EngineDied:
         raise
     except TurnError as error:
-        return _again_or_fail(claim, engine.identity, worker, progress, str(error))
+        return this.again_or_fail(str(error))
     except Exception as error:
         log.exception("turn %s", claim.hash[:12])
-        return _again_or_fail(claim, engine.identity, worker, progress, repr(error))
-    outcome = "capped" if reply.capped else "completed"
-    trace = _trace(claim, engine.identity, worker, progress, outcome, reply.usage)
-    return Finish(claim.hash, claim.token, "ok", "", record, encode(trace))
+        return this.again_or_fail(repr(error))
+    trace = this.trace("capped" if reply.capped else "completed", reply.usage)
+    return Finish(claim.hash, claim.token, "ok", "", record, trace)
 
 
 def read_turn(claim: Claim) -> Turn:
@@ -108,47 +144,4 @@ def _capped_before(claim: Claim, error: NoRoom) -> Reply:
         capped="context",
         limit=error.limit,
         usage=Usage(prompt_tokens=error.prompt_tokens),
-    )
-
-
-def _again_or_fail(
-    claim: Claim, identity: EngineIdentity, worker: str, progress: Progress, text: str
-) -> Finish:
-    retries = sum(entry.outcome == "retry" for entry in claim.earlier)
-    if retries < MAX_RETRIES:
-        log.warning("turn %s: %s; it is tried again", claim.hash[:12], text)
-        return requeue(claim, "retry", RETRY_AFTER[retries])
-    return _fail(claim, identity, worker, progress, "engine_error", text)
-
-
-def _fail(
-    claim: Claim,
-    identity: EngineIdentity,
-    worker: str,
-    progress: Progress,
-    kind: FailureKind,
-    text: str,
-) -> Finish:
-    failure = Failure(hash=claim.hash, kind=kind, text=text, tries=len(claim.earlier) + 1)
-    trace = _trace(claim, identity, worker, progress, "failed", Usage())
-    return Finish(claim.hash, claim.token, "fail", kind, encode(failure), encode(trace))
-
-
-def _trace(
-    claim: Claim,
-    identity: EngineIdentity,
-    worker: str,
-    progress: Progress,
-    outcome: str,
-    usage: Usage,
-) -> Trace:
-    return Trace(
-        hash=claim.hash,
-        worker=worker,
-        outcome=outcome,
-        earlier=claim.earlier,
-        engine=identity,
-        request=progress.request or None,
-        times=progress.times(claim.enqueued, claim.claimed),
-        cached_tokens=usage.cached_tokens,
     )

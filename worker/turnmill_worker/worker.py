@@ -25,12 +25,13 @@ from turnmill.faults import passes, refuses
 from turnmill.settings import Farm
 from turnmill.store import WorkerInfo
 from turnmill.tasks import end_tasks
+from turnmill_worker import scripts
 from turnmill_worker.claim import Claim, Company, Finish, read_claims, requeue
 from turnmill_worker.engines.base import Engine, EngineDied, Progress
 from turnmill_worker.job import RETRY_AFTER, answer_turn
 from turnmill_worker.lease import Held, LeaseKeeper
 from turnmill_worker.pulse import Pulse
-from turnmill_worker.scripts import CLAIM, FINISH, RECOVER, RENEW
+from turnmill_worker.scripts import CLAIM, FINISH, RECOVER
 from turnmill_worker.settings import WorkerSettings
 
 log = logging.getLogger("turnmill.worker")
@@ -169,7 +170,7 @@ class TurnWorker(Worker):
             try:
                 return await super().main()
             except FAULTS as error:
-                if isinstance(error, RedisError) and not passes(error):
+                if not passes(error):
                     raise
                 await asyncio.sleep(BACK_OFF)
 
@@ -218,14 +219,13 @@ class TurnWorker(Worker):
             if self._stopping:
                 raise asyncio.CancelledError
             try:
-                for script in (CLAIM, FINISH, RECOVER, RENEW):
-                    await self.pool.script_load(script.text)
+                await self._load_scripts()
                 ours = str(int(self.settings.lease * 1000))
                 await self.pool.set(self.farm.keys.lease, ours, nx=True)
                 self._lease = int(await self.pool.get(self.farm.keys.lease)) / 1000
                 break
             except FAULTS as error:
-                if isinstance(error, RedisError) and not passes(error):
+                if not passes(error):
                     raise
                 if not said:
                     log.warning("waiting for Redis: %s", error)
@@ -233,6 +233,10 @@ class TurnWorker(Worker):
                 await asyncio.sleep(BACK_OFF)
         if self._lease != self.settings.lease:
             log.warning("the farm's lease is %g s; it is used instead of ours", self._lease)
+
+    async def _load_scripts(self) -> None:
+        for script in scripts.ALL:
+            await self.pool.script_load(script.text)
 
     def _spawn(self, work: Any) -> None:
         """A background task whose death is the worker's: one that dies silently costs hours."""
@@ -432,8 +436,7 @@ class TurnWorker(Worker):
         self._more = True
         if isinstance(problem, NoScriptError):
             with contextlib.suppress(*FAULTS):
-                for script in (CLAIM, FINISH, RECOVER):
-                    await self.pool.script_load(script.text)
+                await self._load_scripts()
         elif not passes(problem):
             log.error("Redis refuses: %s", problem)
             await asyncio.sleep(REFUSED_BACK_OFF)
