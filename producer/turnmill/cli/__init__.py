@@ -1,0 +1,35 @@
+"""The command line. The only place of this package that prints: a command a file."""
+
+from __future__ import annotations
+
+import logging
+
+import click
+from rich.logging import RichHandler
+
+from turnmill.cli.common import err
+from turnmill.cli.replies import replies
+from turnmill.cli.run import run
+from turnmill.cli.status import status
+from turnmill.cli.worker import worker
+
+
+@click.group()
+@click.version_option(package_name="turnmill")
+@click.option("--verbose", "-v", is_flag=True, help="Say more.")
+def cli(verbose: bool) -> None:
+    """A durable queue of conversation turns in front of one inference engine."""
+    handler: logging.Handler = logging.StreamHandler()  # a log file wants whole lines
+    if err.is_terminal:
+        handler = RichHandler(console=err, show_path=False, show_time=False, markup=False)
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(message)s", handlers=[handler]
+    )
+
+
+for command in (run, replies, status, worker):
+    cli.add_command(command)
+
+
+def main() -> None:
+    cli(prog_name="turnmill")
