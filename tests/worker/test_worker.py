@@ -26,4 +26,6 @@ async def test_a_turn_that_is_ended_before_it_has_begun_is_still_handed_in(
     running.end(ending)
     await task
     assert worker._running == {}
-    assert [(finish.hash, finish.verb) for finish in worker._finished] == [(turn.hash, verb)]
+    assert [(finish.hash, finish.verb) for finish in worker._exchanges.finished] == [
+        (turn.hash, verb)
+    ]
