@@ -46,7 +46,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture(scope="session")
 def sim_engine() -> Iterator[Engine]:
-    speed = ("--latency", "0.002", "--tokens-per-second", "500")
+    speed = ("--latency", "0.002", "--tokens-per-second", "160")
     engine = load("sim")(EngineSettings(slots=4, arguments=("--context", "256", *speed)))
     yield engine
     engine.close()

@@ -11,7 +11,8 @@ import pytest
 from tests.engines.asking import ask, new_rid, turn, until
 
 from turnmill.turn import Turn
-from turnmill_worker.engines.base import Engine, InvalidRequest, NoRoom, Progress
+from turnmill_worker.engines.base import Answer, Engine, InvalidRequest, NoRoom, Progress
+from turnmill_worker.engines.kept import Part
 
 WEATHER = {
     "type": "function",
@@ -266,3 +267,78 @@ async def test_progress_is_told_in_order(engine: Engine) -> None:
     rendered, sent, first_token, last_token = (at or 0 for at in stages)
     assert before <= rendered <= sent <= first_token <= last_token <= time.time()
     assert progress.tokens == answer.usage.completion_tokens
+
+
+# Going on from what an earlier try has kept
+
+VARIANTS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"logprobs": True, "top_logprobs": 2}, id="logprobs"),
+]
+
+
+async def unfinished(engine: Engine, asked: Turn, least: int) -> Part:
+    """What could be kept of an answer when it had `least` tokens, and was ended."""
+    progress = Progress()
+    task = asyncio.create_task(ask(engine, asked, progress))
+    await until(lambda: progress.tokens >= least or task.done())
+    if progress.growing is None:
+        await task
+        pytest.skip("nothing is kept of this engine's answers")
+    assert not task.done(), "it was too quick"
+    part = progress.growing(0)
+    task.cancel()
+    await asyncio.wait({task})
+    return part
+
+
+def as_one(answer: Answer) -> tuple[Any, ...]:
+    """What must be equal, however an answer was made: all but the engine's use of its cache, and the last
+    digits of its numbers."""
+    usage = answer.usage.model_copy(update={"cached_tokens": 0})
+    probabilities = [
+        (entry["token"], entry["bytes"], pytest.approx(entry["logprob"], abs=1e-3))
+        for token in (answer.logprobs or {}).get("content", ())
+        for entry in (token, *token["top_logprobs"])
+    ]
+    return answer.message, answer.finish, answer.limited_by, answer.limit, usage, probabilities
+
+
+@pytest.mark.parametrize("sampling", VARIANTS)
+async def test_an_answer_goes_on_as_if_it_had_been_made_at_once(
+    engine: Engine, sampling: dict[str, Any]
+) -> None:
+    asked = turn("Tell me of the river", ignore_eos=True, max_tokens=100, **sampling)
+    whole = await ask(engine, asked)
+    part = await unfinished(engine, asked, least=40)
+    progress = Progress(kept=[part])
+    answer = await ask(engine, asked, progress)
+    assert 0 < progress.resumed_at <= part.length
+    assert progress.tokens == 100
+    assert as_one(answer) == as_one(whole)
+    assert progress.growing is not None
+    again = progress.growing(0)  # what was taken over is kept again by whoever starts anew
+    assert again.length >= progress.resumed_at
+
+
+async def test_a_stop_string_is_found_where_an_answer_goes_on(engine: Engine) -> None:
+    asked = turn("Tell me of the river", ignore_eos=True, max_tokens=100)
+    part = await unfinished(engine, asked, least=40)
+    whole = said((await ask(engine, asked)).message)
+    stop = whole[len(whole) * 3 // 4 :][:6]
+    stopped = turn("Tell me of the river", ignore_eos=True, max_tokens=100, stop=[stop])
+    if stop in whole[: len(whole) // 2]:
+        pytest.skip("the answer repeats itself")
+    answer = await ask(engine, stopped, Progress(kept=[part]))
+    assert answer.finish == "stop"
+    assert said(answer.message) == whole[: whole.index(stop)]
+
+
+async def test_a_turn_that_may_not_go_on_starts_again(engine: Engine) -> None:
+    part = await unfinished(engine, turn("the river", ignore_eos=True, max_tokens=100), least=40)
+    progress = Progress(kept=[part])
+    asked = turn("the river", ignore_eos=True, max_tokens=5, frequency_penalty=0.5)
+    answer = await ask(engine, asked, progress)
+    assert progress.resumed_at == 0
+    assert progress.growing is None
+    assert answer.usage.completion_tokens == 5

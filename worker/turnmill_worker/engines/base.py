@@ -9,11 +9,13 @@ called, so that a turn is answered as the engine's HTTP server would answer it. 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from turnmill.reply import Cap, EngineIdentity, Times, Usage
+from turnmill.reply import Cap, EngineIdentity, Reply, Times, Usage
 from turnmill.turn import Turn
+from turnmill_worker.engines.kept import Part
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,13 @@ class Capacity:
 
 @dataclass
 class Progress:
-    """Written by an adapter while it answers one turn, read by the worker (times in Unix seconds)."""
+    """Written by an adapter while it answers one turn, read by the worker (times in Unix seconds).
+
+    `tokens`: of the answer so far, in all. `kept`: what an earlier try has kept of it; an adapter that goes on
+    from there says so by `resumed_at`, the number of tokens that it took over. `growing` is set by an adapter whose
+    unfinished answers can be kept: called from the worker's loop with an offset, it gives the tokens from there on.
+    `reply`: what the job made of the answer.
+    """
 
     rendered: float | None = None
     sent: float | None = None
@@ -55,6 +63,10 @@ class Progress:
     last_token: float | None = None
     tokens: int = 0
     request: dict[str, Any] = field(default_factory=dict)
+    kept: Sequence[Part] = ()
+    resumed_at: int = 0
+    growing: Callable[[int], Part] | None = None
+    reply: Reply | None = None
 
     def now_rendered(self, request: dict[str, Any]) -> None:
         """The prompt is made. `request`: `{endpoint, prompt_tokens, prompt_digest, sampling}`."""
@@ -146,7 +158,8 @@ class Engine(Protocol):
 
     async def answer(self, turn: Turn, rid: str, progress: Progress) -> Answer:
         """Answer one turn. `rid` is unique and of fixed length. Cancelling this call aborts the
-        request in the engine. Raises EngineError's children only."""
+        request in the engine. Where `progress.kept` has tokens, an adapter may go on from them: what
+        it returns is then the whole answer all the same. Raises EngineError's children only."""
         ...
 
     async def abort(self, rid: str) -> None:

@@ -46,8 +46,10 @@ from turnmill_worker.engines.base import (
     Progress,
     TurnError,
 )
+from turnmill_worker.engines.kept import can_go_on
 from turnmill_worker.engines.loop_thread import LoopThread
 from turnmill_worker.engines.room import Room, room
+from turnmill_worker.engines.sglang_growing import GoingOn, Grown, remembers_nothing
 
 T = TypeVar("T")
 
@@ -105,6 +107,7 @@ class SGLangEngine:
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="sglang-chat")
         self._identity = self._identify()
         self._context, self._max_prompt = self._limits()
+        self._going_on = GoingOn(self._manager, self._end_of_reasoning())
 
     def start(self) -> None:
         """Let the loop run."""
@@ -157,6 +160,18 @@ class SGLangEngine:
         in_cache = scheduler["max_total_num_tokens"] - 2 * self._manager.config_value("page_size")
         total = min(scheduler["max_req_input_len"] + 4, beside_speculation, in_cache)
         return total, min(scheduler["max_req_input_len"], beside_speculation, in_cache) - 1
+
+    def _end_of_reasoning(self) -> list[int]:
+        """The tokens that end the reasoning, where SGLang counts what comes before."""
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+        if not self._chat.reasoning_parser:
+            return []
+        tokenizer = self._manager.tokenizer
+        parser = ReasoningParser(
+            model_type=self._chat.reasoning_parser, stream_reasoning=False, tokenizer=tokenizer
+        )
+        return list(parser.detector.get_think_end_token_ids(tokenizer) or ())
 
     def _identify(self) -> EngineIdentity:
         model = self._manager.model_config
@@ -226,6 +241,15 @@ class SGLangEngine:
             max_prompt=self._max_prompt,
         )
         self._fit(request.sampling_params, space)
+        grown = Grown()
+        if can_go_on(turn) and remembers_nothing(request):
+            if progress.kept:
+                most = min(space.max_tokens - 1, self._max_prompt - len(prompt))
+                grown.before = await self._in_thread(
+                    self._going_on.taken_over, turn, request, progress.kept, most
+                )
+            progress.resumed_at = len(grown.before)
+            progress.growing = grown.part
         progress.now_rendered(
             {
                 "endpoint": "engine.generate",
@@ -234,8 +258,16 @@ class SGLangEngine:
                 "sampling": {k: v for k, v in request.sampling_params.items() if v is not None},
             }
         )
+        if grown.before:
+            request.input_ids = prompt + [token.id for token in grown.before]
+            request.sampling_params["max_new_tokens"] -= len(grown.before)
         progress.now_sent()
-        output = await asyncio.wrap_future(self._thread.submit(self._receive(request, progress)))
+        receiving = self._receive(request, progress, grown)
+        output = await asyncio.wrap_future(self._thread.submit(receiving))
+        if grown.before:
+            output = await self._in_thread(
+                self._going_on.whole, request, prompt, grown.before, output
+            )
         return await self._in_thread(self._parse, turn, body, output, space)
 
     def _render(self, turn: Turn, rid: str) -> tuple[Any, Any, list[int]]:
@@ -283,14 +315,17 @@ class SGLangEngine:
             # A cut below the least that was asked for would be refused as a contradiction.
             sampling["min_new_tokens"] = min(sampling["min_new_tokens"] or 0, space.max_tokens)
 
-    async def _receive(self, request: Any, progress: Progress) -> dict[str, Any]:
+    async def _receive(self, request: Any, progress: Progress, grown: Grown) -> dict[str, Any]:
         """On the loop thread: the engine's final output. Being cancelled aborts the request."""
         output: dict[str, Any] = {}
         chunks = self._manager.generate_request(request, None)
         try:
             async with contextlib.aclosing(chunks):
                 async for output in chunks:
-                    progress.moved(output["meta_info"].get("completion_tokens", 0))
+                    made = output["meta_info"].get("completion_tokens", 0)
+                    progress.moved(len(grown.before) + made)
+                    if output["meta_info"]["finish_reason"] is None:
+                        grown.take(output)
         except Exception as error:
             raise _turn_error(error) from error
         return output

@@ -3,7 +3,8 @@
 A token is a word with the white space before it. The prompt is a line `role: text` for each message.
 Nothing is cached between turns (`cached_tokens` is 0), tools and `response_format` are read as
 part of the turn but never used, and sampling changes nothing but the answer's length. What a turn is
-answered is a function of its messages alone, so a test can say beforehand what must come back.
+answered is a function of its messages alone, so a test can say beforehand what must come back; but for
+`chain`, whose first token is random: there a test can see whether an answer is of one piece.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import signal
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import cycle, islice
 from typing import Any
@@ -36,6 +40,7 @@ from turnmill_worker.engines.base import (
     Progress,
     TurnError,
 )
+from turnmill_worker.engines.kept import Part, can_go_on, joined, settled
 from turnmill_worker.engines.room import Room, room
 
 _TOKEN = re.compile(r"\s*\S+|\s+\Z")
@@ -49,7 +54,10 @@ _FAULTS = {
     "reject": "the turn is refused as invalid",
     "fail": "the turn fails",
     "hang": "the turn never moves",
+    "freeze": "the engine never moves again, and answers no health check",
+    "block": "the worker's event loop stands still for 5 s",
 }
+_BLOCK_SECONDS = 5.0
 _STEP = 0.25
 """Seconds. How finely a slow answer is seen to grow; finer would cost more with thousands of turns."""
 
@@ -85,9 +93,10 @@ def _parse(settings: EngineSettings) -> argparse.Namespace:
     parser.add_argument("--slots", type=count, help="turns at once; others wait (default: 64)")
     parser.add_argument(
         "--answer",
-        choices=("echo", "history-hash", "words"),
+        choices=("echo", "history-hash", "words", "chain"),
         default="echo",
-        help="the last user message's text, a digest of all messages, or --answer-tokens words",
+        help="the last user message's text, a digest of all messages, --answer-tokens words, or so many of which "
+        "the first is random and each other follows from the one before it",
     )
     parser.add_argument(
         "--answer-tokens",
@@ -112,10 +121,10 @@ class _Plan:
 class _Seat:
     """A turn inside the engine, and what it waits for: its slot, its next token, or for ever."""
 
-    __slots__ = ("_end", "_waiting", "has_slot")
+    __slots__ = ("_end", "_waiting", "frozen", "has_slot")
 
     def __init__(self) -> None:
-        self.has_slot = False
+        self.has_slot = self.frozen = False
         self._waiting: asyncio.Future[None] | None = None
         self._end: BaseException | None = None
 
@@ -136,7 +145,7 @@ class _Seat:
         return self._waiting is not None and not self._waiting.done()
 
     def wake(self) -> None:
-        if self._waiting and not self._waiting.done():
+        if self._waiting and not self._waiting.done() and not self.frozen:
             self._waiting.set_result(None)
 
     def end(self, error: BaseException) -> None:
@@ -167,6 +176,7 @@ class SimEngine:
             (fault, needle) for fault in _FAULTS if (needle := getattr(script, f"{fault}_if"))
         ]
         self._death: str | None = None
+        self._frozen = False
 
     @property
     def identity(self) -> EngineIdentity:
@@ -183,8 +193,10 @@ class SimEngine:
         self._check_alive()
         prompt_tokens, space = _render(turn, self._script.context, progress)
         progress.now_sent()
-        hangs = self._meets_a_fault(turn)
-        plan = self._plan(turn, space.max_tokens)
+        hangs = self._meets_a_fault(turn) or self._frozen
+        plan = self._plan(turn, space.max_tokens, _taken_over(turn, progress))
+        if can_go_on(turn):
+            progress.growing = partial(_part, plan.tokens, progress)
         seat = self._seats[rid] = _Seat()
         try:
             await self._take_slot(seat)
@@ -201,6 +213,8 @@ class SimEngine:
 
     async def healthy(self) -> bool:
         self._check_alive()
+        if self._frozen:
+            await _Seat().wait()
         return True
 
     def running(self) -> int:
@@ -219,6 +233,11 @@ class SimEngine:
         for seat in self._seats.values():
             seat.end(EngineDied(why))
 
+    def _freeze(self) -> None:
+        self._frozen = True
+        for seat in self._seats.values():
+            seat.frozen = True
+
     def _meets_a_fault(self, turn: Turn) -> bool:
         """Does what a fault in the turn asks for. True: the turn is to hang."""
         for effect, needle in self._faults:
@@ -233,23 +252,31 @@ class SimEngine:
                 raise InvalidRequest("the engine was told to refuse this turn")
             elif effect == "fail":
                 raise TurnError("the engine was told to fail on this turn")
+            elif effect == "block":
+                time.sleep(_BLOCK_SECONDS)
+            elif effect == "freeze":
+                self._freeze()
             else:
                 return True
         return False
 
-    def _plan(self, turn: Turn, max_tokens: int) -> _Plan:
+    def _plan(self, turn: Turn, max_tokens: int, kept: list[str]) -> _Plan:
         sampling = turn.sampling
         if self._script.answer == "echo":
             tokens = _TOKEN.findall(_last_user_text(turn.messages))
         elif self._script.answer == "history-hash":
             tokens = [history_hash(turn.messages)]
-        else:
+        elif self._script.answer == "words":
             tokens = [_PADDING[0].lstrip()]
+        else:
+            tokens = [*kept] or [secrets.token_hex(4)]
         wanted = max(self._script.answer_tokens, sampling.min_tokens or 0)
         if sampling.ignore_eos:
             wanted = max_tokens
         if len(tokens) < wanted:
-            tokens.extend(islice(cycle(_PADDING), wanted - len(tokens)))
+            more = _chain(tokens[-1]) if self._script.answer == "chain" else cycle(_PADDING)
+            tokens.extend(islice(more, wanted - len(tokens)))
+        tokens[: len(kept)] = kept
         whole = len(tokens) <= max_tokens
         del tokens[max_tokens:]
         text = "".join(tokens)
@@ -287,12 +314,39 @@ class SimEngine:
         loop = asyncio.get_running_loop()
         first = loop.time() + latency
         await seat.wait(first)
-        made = min(total, 1) if speed else total
+        before = progress.resumed_at
+        made = min(total, before + 1) if speed else total
         progress.moved(made)
         while made < total:
             made = min(total, made + max(1, round(speed * _STEP)))
-            await seat.wait(first + (made - 1) / speed)
+            await seat.wait(first + (made - before - 1) / speed)
             progress.moved(made)
+
+
+def follows(token: str) -> str:
+    """The token of a chain after this one."""
+    return hashlib.sha256(token.encode()).hexdigest()[:8]
+
+
+def _chain(token: str) -> Iterator[str]:
+    while True:
+        token = follows(token.strip())
+        yield f" {token}"
+
+
+def _taken_over(turn: Turn, progress: Progress) -> list[str]:
+    """The tokens of an earlier try from which this one goes on."""
+    if not (progress.kept and can_go_on(turn)):
+        return []
+    tokens: list[str] = joined(progress.kept, json.loads)
+    count = settled(len(tokens), lambda n: "".join(tokens[:n]), turn.sampling.stop or ())
+    progress.resumed_at = count
+    return tokens[:count]
+
+
+def _part(tokens: list[str], progress: Progress, offset: int) -> Part:
+    new = tokens[offset : progress.tokens]
+    return Part(offset, len(new), json.dumps(new).encode())
 
 
 def _render(turn: Turn, context: int, progress: Progress) -> tuple[int, Room]:
