@@ -10,13 +10,19 @@ PIP := -m pip install --quiet --disable-pip-version-check
 BENCH ?= all
 JSON ?=
 
-.PHONY: demo test test-engines lint bench clean
+.PHONY: demo test test-faults test-clients test-engines lint bench clean
 
 demo: .venv/demo
 	$(BIN)/turnmill run examples/conversations.jsonl --run demo
 
 test: .venv/test
-	$(BIN)/python -m pytest -m "not sglang"
+	$(BIN)/python -m pytest -m "not sglang and not faults and not clients"
+
+test-faults: .venv/test
+	$(BIN)/python -m pytest tests/faults
+
+test-clients: .venv/test
+	$(BIN)/python -m pytest tests/clients
 
 test-engines: .venvs/sglang/ready
 	$(SGLANG)/python -m pytest tests/engines

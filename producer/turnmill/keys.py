@@ -36,6 +36,21 @@ class Keys:
     def failure(self, hash: str) -> str:
         return f"{self.prefix}f:{hash}"
 
+    def earlier(self, hash: str) -> str:
+        return f"{self.prefix}y:{hash}"
+
+    def tries(self, hash: str) -> str:
+        return f"{self.prefix}t:{hash}"
+
+    def waiters(self, hash: str) -> str:
+        return f"{self.prefix}w:{hash}"
+
+    def partial(self, hash: str) -> str:
+        return f"{self.prefix}p:{hash}"
+
+    def jobs_of(self, hash: str) -> str:
+        return f"{self.prefix}a:{hash}"
+
     def leavers(self, hash: str) -> str:
         return f"{self.prefix}c:{hash}"
 
@@ -59,6 +74,9 @@ class Keys:
     def due(self, model: str) -> str:
         return f"{self.queue(model)}due"
 
+    def jobs(self, model: str) -> str:
+        return f"{self.queue(model)}jobs"
+
     def suspects(self, model: str) -> str:
         return f"{self.queue(model)}suspects"
 
@@ -77,11 +95,18 @@ class Keys:
     def turns(self, model: str, run: str) -> str:
         return f"{self.queue(model)}turns:{run}"
 
+    def swept(self, model: str, run: str) -> str:
+        return f"{self.queue(model)}sweep:{run}"
+
     # The farm.
 
     @property
     def lease(self) -> str:
         return f"{self.prefix}lease"
+
+    @property
+    def scripts(self) -> str:
+        return f"{self.prefix}scripts"
 
     @property
     def models(self) -> str:
@@ -94,12 +119,23 @@ class Keys:
     def worker(self, worker: str) -> str:
         return f"{self.prefix}worker:{worker}"
 
+    def crashes(self, station: str) -> str:
+        return f"{self.prefix}crashes:{station}"
+
+    @property
+    def benched(self) -> str:
+        return f"{self.prefix}benched"
+
     @property
     def runs(self) -> str:
         return f"{self.prefix}runs"
 
     def run(self, run: str) -> str:
         return f"{self.prefix}run:{run}"
+
+    @property
+    def expiring(self) -> str:
+        return f"{self.prefix}expiring"
 
     def manifest(self, run: str) -> str:
         return f"{self.prefix}manifest:{run}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -18,7 +19,7 @@ class Script:
     name: str
     text: str
 
-    @property
+    @cached_property
     def sha(self) -> str:
         return hashlib.sha1(self.text.encode()).hexdigest()
 
@@ -47,3 +48,11 @@ async def call(redis: Redis, script: Script, keys: list[str], args: list[Any]) -
 
 ENQUEUE = load_script("enqueue", "turnmill/common.lua", "turnmill/enqueue.lua")
 CANCEL = load_script("cancel", "turnmill/common.lua", "turnmill/cancel.lua", at_full_memory=True)
+FORGET = load_script(
+    "forget",
+    "turnmill/common.lua",
+    "turnmill/holds.lua",
+    "turnmill/forget.lua",
+    at_full_memory=True,
+)
+RESTORE = load_script("restore", "turnmill/common.lua", "turnmill/restore.lua")
