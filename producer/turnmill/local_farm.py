@@ -18,6 +18,7 @@ from turnmill.children import parent_death_signal
 from turnmill.errors import UsageError
 from turnmill.faults import patiently
 from turnmill.files import writing
+from turnmill.restarts import Pauses, how_it_ended
 from turnmill.settings import Farm
 from turnmill.store import Store
 
@@ -25,7 +26,6 @@ log = logging.getLogger("turnmill.local")
 
 CONFIGURATION = 2
 """The worker's exit code when starting it again cannot help."""
-LONGEST_PAUSE = 30.0
 DRAIN_SECONDS = 2.0
 """A run that is interrupted does not wait for long answers: they are asked again by the next attempt."""
 
@@ -102,21 +102,21 @@ class WorkerProcess:
     async def keep_alive(self) -> None:
         """Start the worker again when it ends, ever more slowly if it keeps ending. Raises WorkerUnusable
         when its configuration is wrong."""
-        pause = 1.0
+        pauses = Pauses()
         while True:
             started = asyncio.get_running_loop().time()
             code = await self._ended()
             if code == CONFIGURATION:
                 raise WorkerUnusable(self.last_words())
-            lived = asyncio.get_running_loop().time() - started
-            pause = 1.0 if lived > 60 else min(pause * 2, LONGEST_PAUSE)
+            pause = pauses.after(asyncio.get_running_loop().time() - started)
             log.warning(
-                "the worker ended (%s): %s; it is started again. Its log: %s",
-                _how(code),
+                "the worker ended (%s): %s; it is started again in %g s. Its log: %s",
+                how_it_ended(code),
                 self.last_words(),
+                pause,
                 self.log_file,
             )
-            await asyncio.sleep(pause - 1.0)
+            await asyncio.sleep(pause)
             self.start()
 
     async def _ended(self) -> int:
@@ -141,7 +141,3 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def _how(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -11,6 +11,7 @@ from pydantic_core import from_json
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from turnmill.errors import RecordError
 from turnmill.keys import Keys
 from turnmill.reply import EngineIdentity, Failure, Reply, Trace
 from turnmill.turn import Turn
@@ -20,10 +21,13 @@ Ending = Reply | Failure
 """How a turn ended: a reply, or a failure (cancelled and past its deadline included)."""
 
 READ_BATCH = 200
+BENCH_SILENCE = 10.0
+"""Seconds. A benched worker that has said nothing for so long waits no longer."""
 
 
 class WorkerInfo(BaseModel):
-    """What a worker says of itself, every few seconds. `state`: serving or draining."""
+    """What a worker says of itself, twice a second. `state`: serving or draining. `tokens`: made since it started,
+    those of running turns too."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -36,8 +40,26 @@ class WorkerInfo(BaseModel):
     slots: int
     context: int
     running: int
+    tokens: int = 0
     state: str
     started: float
+    heartbeat: float
+
+
+class BenchedWorker(BaseModel):
+    """A worker that waits before it loads its model, because it has crashed too often. `devices`: its
+    CUDA_VISIBLE_DEVICES. `why`: its last crash. `until`, `heartbeat`: Unix times in seconds, by Redis's clock.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    host: str
+    pid: int
+    model: str | None
+    engine: str
+    devices: str | None
+    why: str
+    until: float
     heartbeat: float
 
 
@@ -111,9 +133,10 @@ class Store:
         for start in range(0, len(hashes), READ_BATCH):
             some = hashes[start : start + READ_BATCH]
             for data in await self.redis.mget([self._keys.trace(hash) for hash in some]):
-                engine = None if data is None else decode(Trace, data).engine
-                if engine is not None:
-                    met[engine] = None
+                with suppress(RecordError):  # its reply is fine, and so is the run
+                    engine = None if data is None else decode(Trace, data).engine
+                    if engine is not None:
+                        met[engine] = None
         return list(met)
 
     async def workers(self) -> list[WorkerInfo]:
@@ -127,6 +150,14 @@ class Store:
             with suppress(ResponseError):  # who may only read leaves the tidying to others
                 await self.redis.srem(self._keys.workers, *gone)  # type: ignore[misc]
         return [WorkerInfo.model_validate(from_json(data)) for data in records if data]
+
+    async def benched(self) -> list[BenchedWorker]:
+        """The workers that wait on the bench now, by host and process."""
+        seconds, _ = await self.redis.time()
+        records = await self.redis.hvals(self._keys.benched)  # type: ignore[misc]
+        benched = [BenchedWorker.model_validate(from_json(data)) for data in records]
+        alive = [one for one in benched if seconds - one.heartbeat < BENCH_SILENCE]
+        return sorted(alive, key=lambda one: (one.host, one.pid))
 
     async def models(self) -> list[str]:
         """The models that turns were ever asked of."""
@@ -146,6 +177,14 @@ class Store:
                 RunInfo(name=name, total=total, done=done, failed=failed, cancelled=cancelled)
             )
         return infos
+
+    async def begin(self, run: str) -> None:
+        """A producer begins a run, or begins it again: that it was cancelled counts no more."""
+        await self.redis.hdel(self._keys.run(run), "stopped")  # type: ignore[misc]
+
+    async def stopped(self, run: str) -> bool:
+        """Whether the whole run was cancelled, and no producer has begun it again."""
+        return bool(await self.redis.hexists(self._keys.run(run), "stopped"))  # type: ignore[misc]
 
     async def manifest(self, run: str) -> dict[str, Any] | None:
         data = await self.redis.get(self._keys.manifest(run))

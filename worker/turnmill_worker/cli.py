@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import sys
+from typing import NoReturn
 
 import click
 import uvloop
@@ -18,8 +19,11 @@ from redis.exceptions import RedisError
 
 from turnmill.errors import UsageError
 from turnmill.settings import Farm
+from turnmill_worker.bench import Bench, Station
 from turnmill_worker.engines import ENGINES, load
 from turnmill_worker.engines.base import Engine, EngineSettings
+from turnmill_worker.http import HttpServer
+from turnmill_worker.restart import supervise, the_worker
 from turnmill_worker.settings import WorkerSettings
 from turnmill_worker.worker import ENGINE_DIED, TurnWorker
 
@@ -48,6 +52,19 @@ CONFIGURATION = 2
     show_default=True,
     help="Seconds until a silent engine is dead.",
 )
+@click.option(
+    "--keep-every",
+    default=5.0,
+    show_default=True,
+    help="Seconds between two looks at growing answers: as much is lost with a worker at most.",
+)
+@click.option(
+    "--http",
+    "http_address",
+    metavar="[HOST:]PORT",
+    help="Serve /health, /ready and /metrics there; the host is 127.0.0.1 unless given.",
+)
+@click.option("--restart", is_flag=True, help="Start the worker again whenever it dies.")
 @click.option("--redis-url", envvar="REDIS_URL", help="redis://, rediss:// or unix://. [REDIS_URL]")
 @click.option("--namespace", envvar="TURNMILL_NAMESPACE", help="Prefix of all keys. [turnmill]")
 @click.argument("engine_arguments", nargs=-1, type=click.UNPROCESSED)
@@ -60,6 +77,9 @@ def worker(
     lease: float,
     drain: float,
     stalled_after: float,
+    keep_every: float,
+    http_address: str | None,
+    restart: bool,
     redis_url: str | None,
     namespace: str | None,
     engine_arguments: tuple[str, ...],
@@ -68,26 +88,45 @@ def worker(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("arq").setLevel(logging.WARNING)
     try:
-        settings = WorkerSettings(lease=lease, drain=drain, stalled_after=stalled_after)
+        if restart:
+            sys.exit(supervise(the_worker(sys.argv[1:])))
+        settings = WorkerSettings(
+            lease=lease, drain=drain, stalled_after=stalled_after, keep_every=keep_every
+        )
         farm = Farm.from_environment(redis_url, namespace)
         farm.pool(connections=1)  # a bad URL is seen now, not after minutes of loading a model
+        http = HttpServer(http_address) if http_address else None
+    except UsageError as error:
+        _end(CONFIGURATION, f"turnmill worker: {error}")
+    bench = Bench(farm, Station.here(engine_name, served_name or model))
+    bench.wait()
+    try:
         build = load(engine_name)
         engine = build(EngineSettings(model, served_name, revision, slots, engine_arguments))
     except UsageError as error:
         _end(CONFIGURATION, f"turnmill worker: {error}")
     except Exception as error:
         log.exception("the engine did not start")
+        bench.record(f"the engine did not start: {error}")
         _end(ENGINE_DIED, f"turnmill worker: the engine did not start: {error}")
-    sys.exit(serve(engine, farm, settings))
+    sys.exit(serve(engine, farm, settings, bench, http))
 
 
-def serve(engine: Engine, farm: Farm, settings: WorkerSettings) -> int:
+def serve(
+    engine: Engine,
+    farm: Farm,
+    settings: WorkerSettings,
+    bench: Bench,
+    http: HttpServer | None = None,
+) -> int:
     """Run a worker around an engine until it has drained or died. Returns its exit code."""
     # The engine is there before this loop: an engine that found a running loop would take it for its own.
     _spare_the_collector()
     with contextlib.closing(uvloop.new_event_loop()) as loop:
         asyncio.set_event_loop(loop)
-        turn_worker = TurnWorker(engine, farm, settings)
+        turn_worker = TurnWorker(engine, farm, settings, crashed=bench.record)
+        if http is not None:
+            http.watch(turn_worker)
         code = CONFIGURATION
         try:
             turn_worker.run()
@@ -97,6 +136,8 @@ def serve(engine: Engine, farm: Farm, settings: WorkerSettings) -> int:
         finally:
             engine.close()
     if code == ENGINE_DIED:
+        if turn_worker.crash:
+            bench.record(turn_worker.crash)
         # What is left of a dead engine may hold threads that never end.
         sys.stderr.flush()
         os._exit(code)
@@ -111,7 +152,7 @@ def _spare_the_collector() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
-def _end(code: int, text: str) -> None:
+def _end(code: int, text: str) -> NoReturn:
     print(text, file=sys.stderr)
     sys.exit(code)
 

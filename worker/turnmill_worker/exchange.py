@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
 
 from turnmill.faults import passes, refuses
+from turnmill.scripts import CANCEL, ENQUEUE
 from turnmill_worker import scripts
 from turnmill_worker.claim import Claim, Finish, read_claims
 from turnmill_worker.scripts import CLAIM, FINISH, RECOVER
@@ -54,7 +55,7 @@ class _Exchange:
 class Exchanges:
     """A worker's side of one model's queue.
 
-    `taken` is given the turns of each CLAIM; `ended` is called after each round trip; `spawn` runs a
+    `taken` is given the turns of each CLAIM, `jobs` the jobs of arq's clients; `ended` is called after each round trip; `spawn` runs a
     coroutine whose death is the worker's.
 
     `finished`: how turns ended, not yet handed in. `more`: whether asking for turns may bring any.
@@ -67,10 +68,12 @@ class Exchanges:
         worker: str,
         *,
         taken: Callable[[list[Claim]], Awaitable[None]],
+        jobs: Callable[[list[str]], Coroutine[Any, Any, None]],
         ended: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._pool, self._prefixes, self._worker = pool, prefixes, worker
+        self._tend = jobs
         self._taken, self._ended, self._spawn = taken, ended, spawn
         self.finished: list[Finish] = []
         self.more = True
@@ -118,6 +121,12 @@ class Exchanges:
     async def load_scripts(self) -> None:
         for script in scripts.ALL:
             await self._pool().script_load(script.text)
+
+    async def publish_scripts(self, key: str) -> None:
+        """Leave the text of the scripts that producers call, for those in other languages."""
+        texts = {script.name: script.text for script in (ENQUEUE, CANCEL)}
+        with contextlib.suppress(OutOfMemoryError):
+            await self._pool().hset(key, mapping=texts)  # type: ignore[misc]
 
     async def _run(self, exchange: _Exchange) -> None:
         try:
@@ -192,10 +201,12 @@ class Exchanges:
             if not isinstance(answer, NoScriptError):
                 self._unanswered.append(token)  # it may have been done all the same
             return
-        more, drain = answer[0], answer[1]
-        # `drain`: take nothing more until empty (suspects, in claim.lua); each turn that ends asks again.
+        more, drain, jobs = answer[:3]
+        # `drain`: nothing for now (suspects, in claim.lua); each turn that ends asks again, and idleness.
         self.more = bool(more) and not drain
         claims = read_claims(token, answer)
+        if jobs:
+            self._spawn(self._tend([job.decode() for job in jobs]))
         exchange.token, exchange.room = "", 0
         await self._taken(claims)
 

@@ -14,15 +14,20 @@ from typing import Any
 import redis
 from redis.exceptions import NoScriptError, RedisError
 
+from turnmill.scripts import Script
 from turnmill.settings import Farm
 from turnmill.store import WorkerInfo
-from turnmill_worker.scripts import RENEW
+from turnmill_worker.counters import Counters
+from turnmill_worker.scripts import REGISTER, RENEW
 
 log = logging.getLogger("turnmill.worker")
 
 RENEW_CHUNK = 500
 UPKEEP_CALLS = 50
 """RENEW calls in a row, at most, while there is upkeep to do."""
+
+LONGEST_STEP = 0.5
+"""Seconds. Below a quarter of the lease, because here a worker hears that nobody wants a turn any more."""
 
 Held = list[tuple[str, str]]
 """Turns by hash, each with the token of its claim: the same turn may be claimed again by the same worker."""
@@ -32,7 +37,7 @@ Renewed = Callable[[Held, Held], None]
 
 
 class LeaseKeeper(threading.Thread):
-    """Renews what `held` returns (hash, token) every quarter of a lease.
+    """Renews what `held` returns (hash, token) every quarter of a lease, and at least twice a second.
 
     `alive`: asked before each renewal; a worker whose engine is dead lets its leases lapse.
     """
@@ -47,10 +52,12 @@ class LeaseKeeper(threading.Thread):
         info: Callable[[], WorkerInfo],
         alive: Callable[[], bool],
         renewed: Renewed,
+        counters: Counters | None = None,
     ) -> None:
         super().__init__(name="turnmill-leases", daemon=True)
-        self._farm, self._model, self._step = farm, model, lease / 4
+        self._farm, self._model, self._step = farm, model, min(lease / 4, LONGEST_STEP)
         self._held, self._info, self._alive, self._renewed = held, info, alive, renewed
+        self._counters = counters or Counters()
         self._lease_ms = int(lease * 1000)
         self._expiry_ms = int(max(3 * lease, 5) * 1000)
         self._over = threading.Event()
@@ -66,11 +73,11 @@ class LeaseKeeper(threading.Thread):
                 self._beat()
                 if away:
                     log.warning("Redis is back; leases are renewed again")
-                away = False
+                away, self._counters.registered = False, True
             except (RedisError, OSError) as error:
                 if not away:
                     log.warning("leases cannot be renewed now: %s", error)
-                away = True
+                away, self._counters.registered = True, False
             except Exception:
                 log.exception("renewing leases")
             if self._over.wait(self._step):
@@ -89,7 +96,8 @@ class LeaseKeeper(threading.Thread):
             self._renew(held[start : start + RENEW_CHUNK])
 
     def _renew(self, held: Held) -> None:
-        lost, unwanted, again = self._call([part for pair in held for part in pair])
+        lost, unwanted, again = self._call(RENEW, [part for pair in held for part in pair])
+        self._counters.renewed += len(held) - len(lost)
         if lost or unwanted:
             token_of = dict(held)
             self._renewed(
@@ -99,25 +107,20 @@ class LeaseKeeper(threading.Thread):
         for _ in range(UPKEEP_CALLS):
             if not again:
                 break
-            _, _, again = self._call([])
+            _, _, again = self._call(RENEW, [])
 
-    def _call(self, args: list[str]) -> Any:
+    def _call(self, script: Script, args: list[Any]) -> Any:
         keys = [self._farm.keys.prefix, self._farm.keys.queue(self._model)]
         try:
-            return self._redis.evalsha(RENEW.sha, 2, *keys, *args)
+            return self._redis.evalsha(script.sha, 2, *keys, *args)
         except NoScriptError:
-            self._redis.script_load(RENEW.text)
-            return self._redis.evalsha(RENEW.sha, 2, *keys, *args)
+            self._redis.script_load(script.text)
+            return self._redis.evalsha(script.sha, 2, *keys, *args)
 
     def _register(self) -> None:
-        info, keys = self._info(), self._farm.keys
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.set(
-            keys.lease, self._lease_ms, nx=True
-        )  # a Redis that came back empty has forgotten it
-        pipe.sadd(keys.workers, info.id)
-        pipe.set(keys.worker(info.id), info.model_dump_json(), px=self._expiry_ms)
-        pipe.execute()
+        """Again and again: a Redis that came back empty has forgotten it."""
+        info = self._info()
+        self._call(REGISTER, [self._lease_ms, info.id, info.model_dump_json(), self._expiry_ms])
 
     def _sign_off(self) -> None:
         info, keys = self._info(), self._farm.keys

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,15 +22,20 @@ from arq.connections import ArqRedis
 from arq.worker import Worker, func
 
 from turnmill.faults import passes
+from turnmill.scripts import call
 from turnmill.settings import Farm
 from turnmill.store import WorkerInfo
 from turnmill.tasks import end_tasks
+from turnmill_worker.arq_door import ArqDoor
 from turnmill_worker.claim import Claim, Company, Finish, requeue
+from turnmill_worker.counters import Counters, Vitals
 from turnmill_worker.engines.base import Engine, EngineDied, Progress
 from turnmill_worker.exchange import BACK_OFF, FAULTS, Exchanges
 from turnmill_worker.job import RETRY_AFTER, answer_turn
 from turnmill_worker.lease import Held, LeaseKeeper
+from turnmill_worker.progress import Keeper
 from turnmill_worker.pulse import Pulse
+from turnmill_worker.scripts import REGISTER
 from turnmill_worker.settings import WorkerSettings
 
 log = logging.getLogger("turnmill.worker")
@@ -40,17 +46,25 @@ ENGINE_DIED = 70
 IDLE_SECONDS = 0.5
 """How long an idle worker sleeps if nobody wakes it. A wake can be lost only with Redis itself."""
 
+EXPIRY_MS = 10_000
+"""How long what a worker first says of itself holds; the lease keeper soon says more."""
+
+LAST_KEEP_SECONDS = 1.0
+"""How long a worker that drains tries to keep what its turns have got."""
+
 Ending = Literal["drain", "unwanted", "lost"]
 
 
 @dataclass
 class _Running:
-    """One turn in the engine, or about to be: `task` is there once it has begun."""
+    """One turn in the engine, or about to be: `task` is there once it has begun. `kept`: how many tokens of its
+    answer Redis has."""
 
     claim: Claim
     progress: Progress = field(default_factory=Progress)
     task: asyncio.Task[None] | None = None
     ending: Ending | None = None
+    kept: int | None = None
 
     def end(self, ending: Ending) -> None:
         if self.ending is None:
@@ -64,17 +78,27 @@ class TurnWorker(Worker):
     """Takes turns of one model from the queue into one engine.
 
     Made after the engine, with an event loop of its own. `run()` returns when it has drained, or when the
-    engine has died; `exit_code` says which.
+    engine has died; `exit_code` says which, and `crash` why, unless suspects may be to blame. A worker whose
+    loop stands still cannot return: it tells `crashed` instead, from another thread, before it ends the process.
     """
 
     def __init__(
-        self, engine: Engine, farm: Farm, settings: WorkerSettings | None = None, **options: Any
+        self,
+        engine: Engine,
+        farm: Farm,
+        settings: WorkerSettings | None = None,
+        *,
+        crashed: Callable[[str], None] = lambda why: None,
+        **options: Any,
     ) -> None:
         self.settings = settings or WorkerSettings()
         self.engine, self.farm, self.model = engine, farm, engine.served_name
         self.capacity = engine.capacity()
         self.id = uuid.uuid4().hex[:8]
         self.exit_code = 0
+        self.counters = Counters()
+        self.crash = ""
+        self._crashed = crashed
         self._started = time.time()
         self._running: dict[str, _Running] = {}
         self._stopping = False
@@ -98,8 +122,12 @@ class TurnWorker(Worker):
             [farm.keys.prefix, farm.keys.queue(self.model)],
             self.id,
             taken=self._begin,
+            jobs=lambda jobs: ArqDoor(self.pool, farm.keys, self.model).tend(jobs),
             ended=self._kick.set,
             spawn=self._spawn,
+        )
+        self._keeper = Keeper(
+            lambda: self.pool, farm.keys, self.model, engine.identity, self._running_now
         )
         self._pulse = Pulse(engine, lambda: [r.progress for r in self._running.values()])
 
@@ -120,23 +148,25 @@ class TurnWorker(Worker):
         )
         self._spawn(self._wait_for_wakes())
         self._spawn(self._pulse.watch(self._engine_died))
-        keeper = LeaseKeeper(
+        self._spawn(self._keeper.run(self.settings.keep_every))
+        leases = LeaseKeeper(
             self.farm,
             self.model,
             self._lease,
-            held=lambda: [(r.claim.hash, r.claim.token) for r in list(self._running.values())],
+            held=lambda: [(r.claim.hash, r.claim.token) for r in self._running_now()],
             info=self.info,
             alive=self._alive,
             renewed=lambda lost, unwanted: _quietly(
                 self.loop.call_soon_threadsafe, self._let_go, lost, unwanted
             ),
+            counters=self.counters,
         )
-        keeper.start()
+        leases.start()
         try:
             await self._main_outliving_redis()
         finally:
-            keeper.stop()
-            await asyncio.to_thread(keeper.join, 2)
+            leases.stop()
+            await asyncio.to_thread(leases.join, 2)
             await end_tasks(self._background)
 
     async def _main_outliving_redis(self) -> None:
@@ -158,7 +188,7 @@ class TurnWorker(Worker):
         self._stopping = True
         self.allow_pick_jobs = False
         log.info("draining %d turns, for at most %g s", len(self._running), self.settings.drain)
-        self.loop.call_later(self.settings.drain, self._hand_back)
+        self.loop.call_later(self.settings.drain, lambda: self._spawn(self._keep_and_hand_back()))
         self._kick.set()
 
     async def close(self) -> None:
@@ -183,9 +213,20 @@ class TurnWorker(Worker):
             slots=self.capacity.slots,
             context=self.capacity.context,
             running=len(self._running),
+            tokens=self.counters.made + sum(r.progress.made for r in self._running_now()),
             state="draining" if self._stopping else "serving",
             started=self._started,
             heartbeat=time.time(),
+        )
+
+    def vitals(self) -> Vitals:
+        """How this worker is; may be called from any thread."""
+        return Vitals(
+            info=self.info(),
+            in_engine=self.engine.running(),
+            unstored=len(self._exchanges.finished),
+            silent=self._pulse.age(),
+            ending=(self.crash or "the engine died") if self.exit_code else "",
         )
 
     async def _until_redis_answers(self) -> None:
@@ -195,9 +236,8 @@ class TurnWorker(Worker):
                 raise asyncio.CancelledError
             try:
                 await self._exchanges.load_scripts()
-                ours = str(int(self.settings.lease * 1000))
-                await self.pool.set(self.farm.keys.lease, ours, nx=True)
-                self._lease = int(await self.pool.get(self.farm.keys.lease)) / 1000
+                await self._exchanges.publish_scripts(self.farm.keys.scripts)
+                self._lease = await self._register()
                 break
             except FAULTS as error:
                 if not passes(error):
@@ -209,6 +249,13 @@ class TurnWorker(Worker):
         if self._lease != self.settings.lease:
             log.warning("the farm's lease is %g s; it is used instead of ours", self._lease)
 
+    async def _register(self) -> float:
+        """The farm's lease, in seconds: ours, if it has none yet."""
+        info, keys = self.info(), self.farm.keys
+        prefixes = [keys.prefix, keys.queue(self.model)]
+        args = [int(self.settings.lease * 1000), info.id, info.model_dump_json(), EXPIRY_MS]
+        return int(await call(self.pool, REGISTER, prefixes, args)) / 1000
+
     def _spawn(self, work: Any) -> None:
         """A background task whose death is the worker's: one that dies silently costs hours."""
 
@@ -216,20 +263,28 @@ class TurnWorker(Worker):
             self._background.discard(task)
             if not task.cancelled() and task.exception() is not None:
                 log.critical("a background task died", exc_info=task.exception())
-                self._end(ENGINE_DIED)
+                self._end(f"a background task died: {task.exception()!r}")
 
         task = self.loop.create_task(work)
         task.add_done_callback(watch)
         self._background.add(task)
 
-    def _end(self, exit_code: int) -> None:
-        self.exit_code = self.exit_code or exit_code
+    def _end(self, why: str) -> None:
+        if not self.exit_code:
+            self.exit_code = ENGINE_DIED
+            self.crash = "" if self._holds_suspects() else why
         self._stopping = True
         self.allow_pick_jobs = False
         self._hand_back()
 
+    async def _keep_and_hand_back(self) -> None:
+        """So that others go on where these turns are now."""
+        with contextlib.suppress(*FAULTS):
+            await asyncio.wait_for(self._keeper.keep(), LAST_KEEP_SECONDS)
+        self._hand_back()
+
     def _hand_back(self) -> None:
-        for running in list(self._running.values()):
+        for running in self._running_now():
             running.end("drain")
         self._kick.set()
 
@@ -239,14 +294,23 @@ class TurnWorker(Worker):
         """Asked by the lease keeper's thread. A stalled engine is a dead one: with its loop perhaps blocked
         for ever there is no polite way out, and the leases must lapse."""
         if self._pulse.age() > self.settings.stalled_after:
-            log.critical("the engine has not moved for %.0f s: giving up", self._pulse.age())
+            why = f"the engine has not moved for {self._pulse.age():.0f} s"
+            log.critical("%s: giving up", why)
+            if not self._holds_suspects():
+                self._crashed(why)
             os._exit(ENGINE_DIED)
         return True
 
     def _engine_died(self, why: str) -> None:
         if self.exit_code != ENGINE_DIED:
             log.critical("the engine died: %s", why)
-        self._end(ENGINE_DIED)
+        self._end(f"the engine died: {why}")
+
+    def _running_now(self) -> list[_Running]:
+        return list(self._running.values())
+
+    def _holds_suspects(self) -> bool:
+        return any(r.claim.company is not Company.ANY for r in self._running_now())
 
     def _let_go(self, lost: Held, unwanted: Held) -> None:
         endings: tuple[tuple[Ending, Held], ...] = (("lost", lost), ("unwanted", unwanted))
@@ -254,6 +318,7 @@ class TurnWorker(Worker):
             for hash, token in claims:
                 running = self._running.get(hash)
                 if running is not None and running.claim.token == token:
+                    self.counters.lost += ending == "lost" and running.ending is None
                     running.end(ending)
 
     # The queue
@@ -289,8 +354,6 @@ class TurnWorker(Worker):
             return 0
         if len(self._exchanges.finished) >= self.settings.unstored:
             return 0
-        if any(r.claim.company is not Company.ANY for r in self._running.values()):
-            return 0
         if self._exchanges.may_bring_suspects:
             return 0  # they must not get company
         free = self.max_jobs - len(self._running) - self._exchanges.claiming
@@ -299,6 +362,7 @@ class TurnWorker(Worker):
     async def _begin(self, claims: list[Claim]) -> None:
         """Answer these turns, each in a task of its own."""
         claimed = [_Running(claim) for claim in claims]
+        self.counters.claimed += len(claimed)
         self._running.update((running.claim.hash, running) for running in claimed)
         # What Redis is asked next leaves before these begin, so that it works while they do.
         if claimed and self._exchanges.start(self._room(), len(self._running)):
@@ -318,6 +382,8 @@ class TurnWorker(Worker):
                 raise asyncio.CancelledError
             if self.on_job_start:
                 await self.on_job_start(context)
+            if claim.log:
+                running.progress.kept = await self._keeper.read(claim.hash)
             job = self.functions["answer_turn"].coroutine
             finish = await job(context, claim, running.progress)
             self.jobs_complete += 1
@@ -332,13 +398,15 @@ class TurnWorker(Worker):
         if self.on_job_end:
             with contextlib.suppress(asyncio.CancelledError):
                 await self.on_job_end(context)
+        if died is not None:  # while it is still known which turns were in the engine
+            self._engine_died(died)
         if self._running.get(claim.hash) is running:
             del self._running[claim.hash]
+        self.counters.count(finish, running.progress.reply)
+        self.counters.made += running.progress.made
         self._exchanges.finished.append(finish)
         self._exchanges.more = True
         self._kick.set()
-        if died is not None:
-            self._engine_died(died)
 
     def _cancelled(self, running: _Running) -> Finish:
         claim = running.claim
