@@ -1,13 +1,9 @@
-"""What is left of a batch of turns when all is said to be over: the questions of every crash drill.
-
-Meant for turns that a scripted engine answers with `--answer history-hash`, so that what must come back is known
-beforehand.
-"""
+"""What is left of a batch of turns when all is said to be over: the questions of every crash drill."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
@@ -36,9 +32,20 @@ class Audit:
         return not (self.lost or self.stored_twice or self.wrong or self.held)
 
 
-async def audit(redis: Redis, keys: Keys, turns: Sequence[Turn], run: str) -> Audit:
+def answers_history(turn: Turn, reply: Reply) -> bool:
+    """Whether a scripted engine with `--answer history-hash` could have made this of this turn."""
+    return str(reply.message.content).startswith(history_hash(turn.messages))
+
+
+async def audit(
+    redis: Redis,
+    keys: Keys,
+    turns: Sequence[Turn],
+    run: str,
+    right: Callable[[Turn, Reply], bool] = answers_history,
+) -> Audit:
     """Look at turns of one model, all asked for by `run`, after the last has ended. At most as many as the
-    stream of finished turns holds (20,000)."""
+    stream of finished turns holds (20,000). `right` says whether a reply may be a turn's."""
     model, hashes = turns[0].model, [turn.hash for turn in turns]
     endings = await Store(redis, keys).endings(run, hashes)
     lost = wrong = 0
@@ -46,7 +53,7 @@ async def audit(redis: Redis, keys: Keys, turns: Sequence[Turn], run: str) -> Au
         ending = endings.get(turn.hash)
         if not isinstance(ending, Reply):
             lost += 1
-        elif not str(ending.message.content).startswith(history_hash(turn.messages)):
+        elif ending.hash != turn.hash or not right(turn, ending):
             wrong += 1
     told = await _told(redis, keys.finished(model))
     twice = sum(told[hash] > 1 for hash in set(hashes))

@@ -36,7 +36,7 @@ SCRIPTED = ("--answer", "history-hash", "--latency", "0.05", "--tokens-per-secon
 
 @dataclass(frozen=True)
 class DrillSettings:
-    """`turns` of `tokens` tokens each, `workers` with `slots` each, of which `kills` are killed, one after the other,
+    """`turns` of about `tokens` tokens each, `workers` with `slots` each, of which `kills` are killed, one after the other,
     at random moments at least `pause` seconds apart. `lease`, `keep_every`: the workers', in seconds.
     `seed`: of the choice whom to kill, and when. `worker`: what is added to a worker's command line."""
 
@@ -62,7 +62,7 @@ class DrillSettings:
         line += ["--slots", str(self.slots), "--lease", str(self.lease)]
         line += ["--keep-every", str(self.keep_every), *self.worker, "--"]
         if self.scripted:
-            line += [*SCRIPTED, "--answer-tokens", str(self.tokens)]
+            line += SCRIPTED
         return [*line, *self.engine_arguments]
 
 
@@ -139,14 +139,14 @@ class Drill:
 
     def _turn(self, model: str, number: int) -> Turn:
         text = f"Drill {number}. Count the sacks, one by one."
-        sampling = Sampling(temperature=0)
-        if not self.settings.scripted:
-            sampling = Sampling(temperature=0, max_tokens=self.settings.tokens, ignore_eos=True)
+        # Answers of one length would end together, and kills would always find turns as old as each other.
+        length = round(self.settings.tokens * self._random.uniform(0.5, 1.5))
+        sampling = Sampling(temperature=0, max_tokens=max(1, length), ignore_eos=True)
         return Turn(model=model, messages=[Message(role="user", content=text)], sampling=sampling)
 
     def _right(self, turn: Turn, reply: Reply) -> bool:
-        """Whether a reply may be this turn's: the scripted engine's is known, any other's has its length."""
-        whole = reply.usage.completion_tokens == self.settings.tokens
+        """Whether a reply may be this turn's: of any engine its length is known, of the scripted one its text."""
+        whole = reply.usage.completion_tokens == turn.sampling.max_tokens
         return whole and (not self.settings.scripted or answers_history(turn, reply))
 
     async def _answers(self, client: Client, turns: Sequence[Turn]) -> None:

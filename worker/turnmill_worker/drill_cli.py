@@ -27,7 +27,11 @@ _POSITIVE = click.IntRange(min=1)
 @click.command()
 @click.option("--turns", type=click.IntRange(1, 20_000), default=_DEFAULT.turns, show_default=True)
 @click.option(
-    "--tokens", type=_POSITIVE, default=_DEFAULT.tokens, show_default=True, help="Of each answer."
+    "--tokens",
+    type=_POSITIVE,
+    default=_DEFAULT.tokens,
+    show_default=True,
+    help="Of an answer, about.",
 )
 @click.option("--workers", type=_POSITIVE, default=_DEFAULT.workers, show_default=True)
 @click.option(

@@ -7,10 +7,16 @@ import logging
 import click
 from rich.logging import RichHandler
 
+from turnmill.cli.archive import archive, restore
+from turnmill.cli.cancel import cancel
 from turnmill.cli.common import err
+from turnmill.cli.doctor import doctor
+from turnmill.cli.drill import drill
+from turnmill.cli.forget import forget
 from turnmill.cli.replies import replies
 from turnmill.cli.run import run
 from turnmill.cli.status import status
+from turnmill.cli.why import why
 from turnmill.cli.worker import worker
 
 
@@ -27,7 +33,7 @@ def cli(verbose: bool) -> None:
     )
 
 
-for command in (run, replies, status, worker):
+for command in (run, replies, status, cancel, forget, archive, restore, drill, doctor, why, worker):
     cli.add_command(command)
 
 

@@ -1,7 +1,7 @@
 """What the commands share: options, the farm that they use, and how they end.
 
 Exit codes: 0 ended within its budget; 1 budget spent; 2 usage or input; 3 Redis or the configuration
-refuses for good; 130, 143 interrupted: the same command goes on.
+refuses for good; 130, 143 interrupted, 143 also cancelled by another command: the same command goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from turnmill.keys import DEFAULT_NAMESPACE
 from turnmill.settings import Farm, check_name
 
 BUDGET_SPENT, USAGE, PERMANENT = 1, 2, 3
+CANCELLED = 128 + signal.SIGTERM
 CLEANUP_SECONDS = 15.0
 
 

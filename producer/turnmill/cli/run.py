@@ -7,16 +7,18 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from pydantic import ValidationError
 from rich.live import Live
 
 from turnmill import display
+from turnmill.asking import AGAIN, Again
 from turnmill.budget import FailureBudget
 from turnmill.cli.common import (
     BUDGET_SPENT,
+    CANCELLED,
     Work,
     a_farm,
     emit,
@@ -34,7 +36,7 @@ from turnmill.local_farm import WorkerCommand, WorkerProcess
 from turnmill.output import PARTIAL, REPLIES, RunFiles
 from turnmill.run import Run, RunEnd, RunSettings
 from turnmill.scaffolds.multi_turn_chat import multi_turn_chat
-from turnmill.settings import check_name
+from turnmill.settings import check_name, parse_duration
 from turnmill.tasks import end_tasks
 from turnmill.turn import Sampling, explain
 
@@ -77,10 +79,34 @@ _sampling_options = [
     show_default=True,
     help="Failed conversations before the run stops: N or N%.",
 )
+@click.option(
+    "--epochs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How often each conversation is held, with draws of its own each time.",
+)
 @click.option("--seed", type=int, help="Makes every draw repeatable.")
+@click.option(
+    "--reuse",
+    type=click.Choice(["run", "all"]),
+    default="run",
+    show_default=True,
+    help="Draws are of this run alone, or shared by all runs that say so.",
+)
 @click.option("--skip-bad", is_flag=True, help="Leave bad lines out instead of refusing the file.")
-@click.option("--retry-failed", is_flag=True, help="Ask again also what failed for good.")
+@click.option(
+    "--again",
+    type=click.Choice(AGAIN),
+    multiple=True,
+    help="Ask again what is stored with this ending. May be given several times.",
+)
 @click.option("--extend", is_flag=True, help="Take changed input or settings under the same name.")
+@click.option(
+    "--keep",
+    metavar="DURATION",
+    help="Forget the answers so long after the run has ended: 90s, 30m, 12h, 7d. [never]",
+)
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON on standard output.")
 @with_options(_sampling_options)
 @with_options(redis_options)
@@ -95,10 +121,13 @@ def run(
     slots: int | None,
     concurrency: str,
     max_failures: str,
+    epochs: int,
     seed: int | None,
+    reuse: Literal["run", "all"],
     skip_bad: bool,
-    retry_failed: bool,
+    again: tuple[Again, ...],
     extend: bool,
+    keep: str | None,
     as_json: bool,
     redis_url: str | None,
     namespace: str | None,
@@ -118,11 +147,14 @@ def run(
             name=name,
             model="",
             sampling=_sampling(sampling),
+            epochs=epochs,
             seed=seed,
+            reuse=reuse,
             concurrency=_concurrency(concurrency),
             max_failures=FailureBudget.parse(max_failures),
-            retry_failed=retry_failed,
+            again=frozenset(again),
             extend=extend,
+            keep=None if keep is None else parse_duration(keep),
         )
         loaded = read_conversations(file, skip_bad)
         for bad in loaded.bad:
@@ -180,9 +212,12 @@ def _report(end: RunEnd, folder: Path, as_json: bool) -> int:
     if failed:
         err.print(
             f"{failed} conversations failed; each line's error says why. What failed for good is asked again "
-            "with --retry-failed.",
+            "with --again failed.",
             soft_wrap=True,
         )
+    if end.cancelled:
+        err.print("The run was cancelled. The same command goes on from here.")
+        return CANCELLED
     if end.budget_spent:
         err.print("The failure budget is spent.")
         return BUDGET_SPENT
