@@ -12,7 +12,18 @@ from rich.console import Console
 from benchmarks.measure import ROUNDS
 from benchmarks.report import Result
 
-BENCHES = ("queue", "overhead", "resume", "sglang")
+BENCHES = (
+    "queue",
+    "enqueue",
+    "backlog",
+    "slots",
+    "waiters",
+    "idle",
+    "overhead",
+    "resume",
+    "cache",
+    "sglang",
+)
 
 
 @click.command()

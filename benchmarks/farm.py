@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,13 +24,14 @@ START_SECONDS = 60.0
 
 
 @contextmanager
-def server() -> Iterator[EmbeddedServer]:
-    """A new, empty server with AOF on: the one that `turnmill run` embeds."""
-    with (
-        tempfile.TemporaryDirectory(prefix="turnmill-bench-") as folder,
-        EmbeddedServer(Path(folder)) as embedded,
-    ):
-        yield embedded
+def server(copy_of: Path | None = None) -> Iterator[EmbeddedServer]:
+    """A new server with AOF on, the one that `turnmill run` embeds: empty, or with a copy of the data in a
+    folder."""
+    with tempfile.TemporaryDirectory(prefix="turnmill-bench-") as folder:
+        if copy_of is not None:
+            shutil.copytree(copy_of, folder, dirs_exist_ok=True)
+        with EmbeddedServer(Path(folder)) as embedded:
+            yield embedded
 
 
 def server_version() -> str:
@@ -81,15 +83,16 @@ def farm_environment(farm: Farm) -> dict[str, str]:
 
 def wait_for(
     ready: Callable[[], bool],
-    child: subprocess.Popen[bytes],
+    *children: subprocess.Popen[bytes],
     seconds: float = START_SECONDS,
     pause: float = 0.02,
 ) -> None:
-    """Wait for a state of the server that a process brings about."""
+    """Wait for a state of the server that processes bring about."""
     deadline = time.monotonic() + seconds
     while not ready():
-        if child.poll() is not None:
-            raise RuntimeError(f"the process ended with {child.returncode}")
+        for child in children:
+            if child.poll() is not None:
+                raise RuntimeError(f"a process ended with {child.returncode}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"not done in {seconds:g} s")
         time.sleep(pause)
@@ -100,6 +103,10 @@ def finish_times(client: redis.Redis, model: str, keys: Keys | None = None) -> l
     entries = client.xrange((keys or Keys()).finished(model))
     assert isinstance(entries, list)
     return [int(entry[0].partition(b"-")[0]) / 1000 for entry in entries]
+
+
+def socket_path(on: EmbeddedServer) -> str:
+    return on.url.removeprefix("unix://")
 
 
 def cpu_seconds(pid: int) -> float:

@@ -109,6 +109,14 @@ class Hand:
     async def let_go(self, claim: Claim) -> int:
         return await self.finish(Finish(claim.hash, claim.token, "cancelled"))
 
+    async def die(self) -> None:
+        """With all that it holds: its leases lapse."""
+        held = list(self.held)
+        await self.farm.lapse(*held)
+        while (await self.farm.hand().renew())[2]:
+            pass
+        self.held.clear()
+
     async def finish(self, *finished: Finish) -> int:
         """FINISH; returns its word on the first turn."""
         results = await self.farm.script(FINISH, *(part for item in finished for part in item))
@@ -177,7 +185,17 @@ class ByHand:
         return info.total, info.done, info.failed, info.cancelled
 
     async def strikes(self, name: str) -> int:
-        return int(await self.redis.hget(f"{self.keys.prefix}t:{h(name)}", "strikes") or 0)
+        return await self.strikes_of(h(name))
+
+    async def strikes_of(self, hash: str) -> int:
+        return await self._tries(hash, "strikes")
+
+    async def company_of(self, hash: str) -> int:
+        """How many may be tried together with this suspect, itself included."""
+        return await self._tries(hash, "company")
+
+    async def _tries(self, hash: str, field: str) -> int:
+        return int(await self.redis.hget(f"{self.keys.prefix}t:{hash}", field) or 0)
 
     async def finished(self) -> list[str]:
         """The hashes in the stream of finished turns, in its order."""
@@ -203,6 +221,16 @@ class ByHand:
 
     async def make_due(self, *hashes: str) -> None:
         await self.redis.zadd(self.keys.due(self.model), dict.fromkeys(hashes, LONG_AGO), xx=True)
+
+    async def wait_long(self, ms: int, *hashes: str) -> None:
+        """These suspects, or all, have waited so much longer."""
+        suspects = self.keys.suspects(self.model)
+        for hash in hashes or await self.redis.zrange(suspects, 0, -1):
+            await self.redis.zincrby(suspects, -ms, hash)
+
+    async def end_trial(self, hand: Hand) -> None:
+        """The suspects in this worker have lived through their trial."""
+        await self.redis.delete(f"{self.prefix}trial:{hand.id}")
 
     async def strike(self, *names: str, times: int) -> None:
         """Workers die, one after the other, with these turns in them."""

@@ -54,7 +54,8 @@ def valkey_binary() -> Path:
 class ValkeyServer:
     """A server with its data in a folder of its own, on a socket whose path is short enough."""
 
-    def __init__(self, **options: str) -> None:
+    def __init__(self, binary: Path | None = None, **options: str) -> None:
+        self._binary = binary or valkey_binary()
         self.folder = Path(tempfile.mkdtemp(prefix="tm"))
         self.socket = self.folder / "s"
         self.url = f"unix://{self.socket}"
@@ -73,16 +74,23 @@ class ValkeyServer:
         line = [part for name, value in self._options.items() for part in (f"--{name}", value)]
         with open(self.folder / "log", "ab") as log:
             self._process = subprocess.Popen(
-                [valkey_binary(), *line], stdout=log, stderr=log, preexec_fn=parent_death_signal()
+                [self._binary, *line], stdout=log, stderr=log, preexec_fn=parent_death_signal()
             )
         until(self._answers, "the server answers")
         return self
 
     def kill(self) -> None:
-        """As a power failure would end it."""
+        """As the kernel would end it: nothing that it has written is lost, and nothing else is saved."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        self._process.kill()
-        self._process.wait()
+        self._process.send_signal(number)
+
+    def wait(self) -> None:
+        assert self._process is not None
+        self._process.wait(PATIENCE)
 
     def close(self) -> None:
         if self._process is not None:

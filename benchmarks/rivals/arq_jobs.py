@@ -1,96 +1,84 @@
-"""The same no-op work for a stock arq worker. Runs in arq's own environment:
+"""Stock arq, in an environment of its own. Beside the commands of noop.py:
 
-arq_jobs.py fill SOCKET COUNT       put COUNT jobs of about 1 kB into the queue
-arq_jobs.py work SOCKET MAX_JOBS    a stock worker, until it is ended
+arq_jobs.py enqueue_one SOCKET COUNT    put in COUNT jobs, one awaited after the other; prints the seconds
+arq_jobs.py enqueue_many SOCKET COUNT   the same with asyncio.gather, some hundreds at a time
+arq_jobs.py hold SOCKET MAX_JOBS        a worker whose jobs last an hour
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import sys
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import uvloop
-from arq.connections import RedisSettings, create_pool
+from arq.connections import ArqRedis, RedisSettings, create_pool
 from arq.worker import Worker, func
+from noop import answered, body, command_line, dumps
 
-TEXT = "mill" * 228
+AT_ONCE = 100
+"""Jobs in one asyncio.gather: more of them, each with a connection of its own, are slower."""
 
-
-def dumps(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def body(number: int) -> dict[str, Any]:
-    """About 1 kB as JSON: a turn as it is stored."""
-    return {
-        "messages": [
-            {"content": TEXT, "role": "system"},
-            {"content": f"Turn {number}.", "role": "user"},
-        ],
-        "model": "sim",
-        "sampling": {"temperature": 0.0},
-        "v": 1,
-    }
+_JSON: dict[str, Any] = {
+    "job_serializer": lambda value: dumps(value).encode(),
+    "job_deserializer": json.loads,
+}
 
 
 async def answer(context: dict[str, Any], turn: dict[str, Any]) -> dict[str, Any]:
-    """A reply and a trace of the sizes that are stored for a turn."""
-    text = turn["messages"][-1]["content"]
-    return {
-        "reply": {
-            "message": {"role": "assistant", "content": text},
-            "finish_reason": "stop",
-            "usage": {"prompt_tokens": 195, "completion_tokens": 2, "cached_tokens": 0},
-        },
-        "trace": {
-            "worker": "a-worker",
-            "outcome": "completed",
-            "engine": {"engine": "sim", "version": "0.1.0", "model": "sim", "dtype": "words"},
-            "request": {
-                "endpoint": "sim.answer",
-                "prompt_tokens": 195,
-                "prompt_digest": "0" * 64,
-                "sampling": {"temperature": 0.0, "max_tokens": 7997},
-            },
-            "times": {name: 1.8e9 for name in ("claimed", "rendered", "sent", "last_token")},
-        },
-    }
+    return answered(turn)
 
 
-async def fill(settings: RedisSettings, count: int) -> None:
-    pool = await create_pool(settings, job_serializer=dumps, job_deserializer=json.loads)
-    for start in range(0, count, 100):
-        numbers = range(start, min(count, start + 100))
+async def last(context: dict[str, Any], turn: dict[str, Any]) -> None:
+    await asyncio.sleep(3600)
+
+
+async def _one_by_one(pool: ArqRedis, count: int) -> None:
+    for number in range(count):
+        await pool.enqueue_job("answer", body(number))
+
+
+async def _many_at_once(pool: ArqRedis, count: int) -> None:
+    for start in range(0, count, AT_ONCE):
+        numbers = range(start, min(count, start + AT_ONCE))
         await asyncio.gather(*(pool.enqueue_job("answer", body(n)) for n in numbers))
+
+
+async def _timed(
+    path: str, put_in: Callable[[ArqRedis, int], Awaitable[None]], count: int
+) -> float:
+    pool = await create_pool(RedisSettings(unix_socket_path=path), **_JSON)
+    started = time.perf_counter()
+    await put_in(pool, count)
+    took = time.perf_counter() - started
     await pool.aclose()
+    return took
 
 
-def work(settings: RedisSettings, max_jobs: int) -> None:
+def enqueue(put_in: Callable[[ArqRedis, int], Awaitable[None]], path: str, count: int) -> None:
+    print(uvloop.run(_timed(path, put_in, count)))
+
+
+def work(function: Callable[..., Any], path: str, max_jobs: int) -> None:
+    asyncio.set_event_loop(uvloop.new_event_loop())
     Worker(
-        functions=[func(answer, name="answer")],  # type: ignore[arg-type]
-        redis_settings=settings,
+        functions=[func(function, name="answer", timeout=7200)],
+        redis_settings=RedisSettings(unix_socket_path=path),
         max_jobs=max_jobs,
         poll_delay=0.01,
         log_results=False,
-        job_serializer=dumps,
-        job_deserializer=json.loads,
+        **_JSON,
     ).run()
 
 
-def main() -> None:
-    command, path, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    logging.basicConfig(level=logging.WARNING)
-    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    settings = RedisSettings(unix_socket_path=path)
-    if command == "fill":
-        asyncio.run(fill(settings, number))
-    else:
-        asyncio.set_event_loop(asyncio.new_event_loop())
-        work(settings, number)
-
-
 if __name__ == "__main__":
-    main()
+    command_line(
+        fill=partial(enqueue, _many_at_once),
+        enqueue_one=partial(enqueue, _one_by_one),
+        enqueue_many=partial(enqueue, _many_at_once),
+        work=partial(work, answer),
+        hold=partial(work, last),
+    )

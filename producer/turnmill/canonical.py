@@ -7,6 +7,7 @@ import re
 from typing import Any, Final, NamedTuple
 
 import rfc8785
+from pydantic_core import PydanticSerializationError, to_json
 
 from turnmill.errors import BadTurn
 
@@ -14,6 +15,12 @@ _MAX_EXACT_INT: Final = 2**53 - 1
 _MANY_DIGITS: Final = re.compile(rb"[0-9]{16}")
 """In JSON without it there is no integer beyond 2^53-1."""
 _WRITTEN_WITH_EXPONENT: Final = 1e21
+
+_NO_CANONICAL_JSON: Final = (
+    rfc8785.CanonicalizationError,
+    PydanticSerializationError,
+    UnicodeEncodeError,
+)
 
 _sorted_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode
 
@@ -30,13 +37,13 @@ def canonical(value: dict[str, Any]) -> Canonical:
     """Raises BadTurn if the value has no canonical JSON."""
     try:
         return _canonical(value)
-    except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
+    except _NO_CANONICAL_JSON as error:
         raise BadTurn(f"no canonical JSON: {error}") from None
 
 
 def _canonical(value: dict[str, Any]) -> Canonical:
     try:
-        plain = _sorted_json(_plain(value)).encode()
+        plain = to_json(_plain(value))
         return Canonical(plain, plain)
     except _NotPlain:
         pass
@@ -53,13 +60,14 @@ def _canonical(value: dict[str, Any]) -> Canonical:
 
 
 class _NotPlain(Exception):
-    """Python's own JSON would not be the canonical one."""
+    """JSON as it is usually written would not be the canonical one."""
 
 
 def _plain(value: Any) -> Any:
-    """The same value, such that Python's own JSON of it, many times faster, is the canonical one.
+    """The same value, such that pydantic's JSON of it, many times faster, is the canonical one.
 
-    They differ in floats that are whole, very large or very small, and in the order of keys beyond ASCII.
+    They differ in floats that are whole, very large or very small, and in the order of keys, which is made here
+    for those in ASCII.
     Raises _NotPlain where the difference stays, for integers beyond 2^53-1, and for what is no JSON.
     """
     kind = type(value)
@@ -67,9 +75,14 @@ def _plain(value: Any) -> Any:
         return value
     if kind is dict:
         plain = {}
-        for key, item in value.items():
+        try:
+            keys = sorted(value)
+        except TypeError:  # not all of them are strings
+            raise _NotPlain from None
+        for key in keys:
             if type(key) is not str or not key.isascii():
                 raise _NotPlain
+            item = value[key]
             plain[key] = item if type(item) is str else _plain(item)
         return plain
     if kind is list:

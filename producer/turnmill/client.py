@@ -24,10 +24,11 @@ from redis.exceptions import RedisError
 
 from turnmill.errors import ClientClosed, RecordError, TurnmillError, UsageError
 from turnmill.faults import passes, patiently, translate
+from turnmill.holdings import Holdings
 from turnmill.queue import BATCH_BYTES, BATCH_TURNS, Ask, Depth, Lane, Queue, State
 from turnmill.reply import Reply, Trace
 from turnmill.settings import Farm, check_name
-from turnmill.store import Ending, RunInfo, Store, WorkerInfo
+from turnmill.store import BenchedWorker, Ending, RunInfo, Store, WorkerInfo
 from turnmill.tasks import end_tasks
 from turnmill.turn import Turn
 from turnmill.wire import encode_turn
@@ -53,9 +54,11 @@ class _Pending:
 
 @dataclass(frozen=True)
 class FarmStatus:
-    """A farm at a glance: workers that live, depth of each model's queue, counters of each run."""
+    """A farm at a glance: workers that live, those on the bench, depth of each model's queue, counters of
+    each run."""
 
     workers: list[WorkerInfo]
+    benched: list[BenchedWorker]
     queues: dict[str, Depth]
     runs: list[RunInfo]
 
@@ -147,8 +150,13 @@ class Client:
 
     async def submit_many(self, turns: Iterable[Turn], *, retry_failed: bool = False) -> list[str]:
         """Put many turns into the queue; returns their hashes, in order."""
-        asked = [self._ask(turn, retry_failed=retry_failed) for turn in turns]
-        await asyncio.gather(*(asyncio.shield(pending.state) for pending in asked))
+        asked = []
+        for turn in turns:
+            asked.append(self._ask(turn, retry_failed=retry_failed))
+            if len(asked) % BATCH_TURNS == 0:
+                await asyncio.sleep(0)  # Redis takes these while the next are made
+        for pending in asked:
+            await asyncio.shield(pending.state)
         return [pending.ask.hash for pending in asked]
 
     async def ask(self, turn: Turn, *, going: bool = False, retry_failed: bool = False) -> Ending:
@@ -157,10 +165,11 @@ class Client:
         return await self._ending(pending)
 
     async def ask_stating(
-        self, turn: Turn, *, going: bool = False, retry_failed: bool = False
+        self, turn: Turn, *, going: bool = False, retry_failed: bool = False, fresh: bool = True
     ) -> tuple[State, Ending]:
-        """As `ask`, with the state in which the ask found the turn: `answered` came from the store."""
-        pending = self._ask(turn, going=going, retry_failed=retry_failed)
+        """As `ask`, with the state in which the ask found the turn: `answered` came from the store. Not
+        `fresh`: an earlier failure or cancel is over for nobody, and is the ending."""
+        pending = self._ask(turn, fresh=fresh, going=going, retry_failed=retry_failed)
         ending = await self._ending(pending)
         return await pending.state, ending
 
@@ -196,6 +205,11 @@ class Client:
         endings = {hash: ending async for hash, ending in self.as_ended(hashes, timeout)}
         return {hash: endings[hash] for hash in hashes}
 
+    @property
+    def waiting(self) -> list[str]:
+        """The turns that somebody waits for here, by hash."""
+        return list(self._pending)
+
     async def cancel(self, hashes: Sequence[str]) -> int:
         """Leave these turns. One that another run wants goes on for that run; of others the worker is
         told. Returns how many were left: those that had ended are not counted."""
@@ -213,6 +227,13 @@ class Client:
                 # Who asks for them again from now on asks afresh.
                 await self._resolve([hash for hash in some if hash in self._pending])
         return left
+
+    async def forget(self, hashes: Sequence[str]) -> int:
+        """Drop the stored answers (replies or failures) of these turns, for every run that holds them: who
+        asks again, gets a new one. Open turns are left alone. Returns how many were dropped."""
+        self._check_usable()
+        holdings = Holdings(self._redis, self.farm.keys, self._patience)
+        return sum(one.state == "dropped" for one in await holdings.forget_answers(hashes))
 
     # Reading
 
@@ -232,7 +253,8 @@ class Client:
             workers = await self.store.workers()
             models = sorted({*await self.store.models(), *(worker.model for worker in workers)})
             queues = {model: await self.queue.depth(model) for model in models}
-            return FarmStatus(workers, queues, await self.store.runs())
+            benched = await self.store.benched()
+            return FarmStatus(workers, benched, queues, await self.store.runs())
 
         return await self._read(read)
 
@@ -448,6 +470,9 @@ class BlockingClient:
 
     def cancel(self, hashes: Sequence[str]) -> int:
         return self._run(self._client.cancel(hashes))
+
+    def forget(self, hashes: Sequence[str]) -> int:
+        return self._run(self._client.forget(hashes))
 
     def result(self, hash: str) -> Ending | None:
         return self._run(self._client.result(hash))

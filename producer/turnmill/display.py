@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rich.console import Group
 from rich.progress_bar import ProgressBar
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from turnmill.client import FarmStatus
 from turnmill.run import Progress, RunEnd
+from turnmill.store import BenchedWorker
 
 
 def progress_line(progress: Progress) -> str:
@@ -82,7 +84,7 @@ def status_tables(status: FarmStatus) -> Group:
             model,
             str(depth.queued),
             str(depth.running),
-            str(depth.due),
+            f"{depth.due} ({depth.newer} for a newer turnmill)" if depth.newer else str(depth.due),
             str(depth.suspects),
             workers,
         )
@@ -114,4 +116,29 @@ def status_tables(status: FarmStatus) -> Group:
             f"{now - worker.started:.0f} s",
             f"{max(0.0, now - worker.heartbeat):.0f} s ago",
         )
-    return Group(queues, runs, live_workers)
+    tables = [queues, runs, live_workers]
+    if status.benched:
+        tables.append(_benched_table(status.benched, now))
+    return Group(*tables)
+
+
+def _benched_table(workers: Sequence[BenchedWorker], now: float) -> Table:
+    table = Table(
+        "host",
+        "model",
+        "engine",
+        "devices",
+        "starts in",
+        "last crash",
+        title="benched: crashed too often",
+    )
+    for worker in workers:
+        table.add_row(
+            f"{worker.host}:{worker.pid}",
+            worker.model or "",
+            worker.engine,
+            worker.devices or "",
+            f"{max(0.0, worker.until - now):.0f} s",
+            Text(worker.why),  # an engine's own words, which may look like markup
+        )
+    return table

@@ -20,7 +20,8 @@ _SEED_BITS = 31
 
 
 class Draws:
-    """The draws of one conversation of a run. `seed`: the run's, if it has one."""
+    """The draws of one conversation of a run, in one epoch. `run`: whose draws they are; empty, if runs share
+    them. `seed`: the run's, if it has one."""
 
     def __init__(self, run: str, conversation: str, epoch: int, seed: int | None) -> None:
         self._origin, self._seed = (run, conversation, epoch), seed

@@ -53,6 +53,15 @@ def default_data_dir() -> Path:
     return Path(os.environ.get("TURNMILL_DATA") or user_data_dir("turnmill")).expanduser()
 
 
+def running_server(data: Path) -> str | None:
+    """The URL of the server that is on this data folder, if one is; starts none."""
+    try:
+        note = _Note.of((data.expanduser() / "lock").read_bytes())
+    except OSError:
+        return None
+    return None if note is None or _ping(note.socket) is _State.SILENT else f"unix://{note.socket}"
+
+
 class EmbeddedServer:
     """A server on a data folder: `with EmbeddedServer(data) as server`, then `server.url`.
 

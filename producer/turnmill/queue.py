@@ -9,13 +9,16 @@ from typing import Literal, cast
 from redis.asyncio import Redis
 
 from turnmill.keys import Keys
-from turnmill.scripts import CANCEL, ENQUEUE, call
+from turnmill.scripts import CANCEL, ENQUEUE, FORGET, call
 
 State = Literal["answered", "failed", "cancelled", "deadline", "queued", "running", "unknown"]
 
 BATCH_TURNS = 500
 BATCH_BYTES = 4 << 20
 """What one ENQUEUE carries at most, so that Redis is never busy long with one call."""
+LOOKED_AT = 1000
+FORGET_TURNS = 100
+"""What one FORGET takes at most: some 3 ms."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,14 @@ class Lane:
 
 @dataclass(frozen=True)
 class Depth:
-    """Turns of one model. `queued` counts hints: a turn that several runs want counts for each."""
+    """Turns of one model. `queued` counts hints: a turn that several runs want counts for each. `newer`: those
+    of the `due` ones that live workers cannot read, because a newer turnmill wrote them."""
 
     queued: int
     running: int
     due: int
     suspects: int
+    newer: int = 0
 
 
 class Queue:
@@ -83,6 +88,25 @@ class Queue:
         """A run leaves turns of a model: these, or all. Others that want them keep them."""
         return int(await call(self._redis, CANCEL, self._prefixes(model), [run, *hashes]))
 
+    async def forget(
+        self, model: str, meant: Sequence[tuple[str, str]], run: str = ""
+    ) -> list[int]:
+        """Drop stored answers of turns of one model, at most FORGET_TURNS; the turns are not asked any more.
+
+        `meant`: hash, and SHA-1 (hex) of the stored reply, or of the stored failure where there is no reply:
+        another record stays. Empty: whatever is there. `run`: only this run lets go, and what others hold
+        stays; else the answer goes, whoever holds it.
+
+        Returns per hash: 1 dropped; 2 the run has let go, without that; 0 nothing was done, because the
+        turn is open, or not the run's, or its record is another one.
+        """
+        args = [part for pair in meant for part in pair]
+        return list(await call(self._redis, FORGET, self._prefixes(model), [run, *args]))
+
+    async def forget_rest(self, run: str) -> bool:
+        """Remove what a run leaves behind that has let go of all its turns. False: it has some left."""
+        return bool(await call(self._redis, FORGET, self._prefixes(""), [run]))
+
     async def depth(self, model: str) -> Depth:
         keys, queued = self._keys, 0
         for raw in await self._redis.hkeys(keys.classes(model)):  # type: ignore[misc]
@@ -97,7 +121,17 @@ class Queue:
         for key in (keys.leases(model), keys.due(model), keys.suspects(model)):
             pipe.zcard(key)
         running, due, suspects = await pipe.execute()
-        return Depth(queued, running, due, suspects)
+        newer = await self._left_to_newer(model) if due else 0
+        return Depth(queued, running, due, suspects, newer)
+
+    async def _left_to_newer(self, model: str) -> int:
+        """How many turns that are due later were last left to a newer worker; of the first thousand."""
+        hashes = await self._redis.zrange(self._keys.due(model), 0, LOOKED_AT - 1)
+        pipe = self._redis.pipeline(transaction=False)
+        for hash in hashes:
+            pipe.hget(self._keys.tries(hash.decode()), "log")
+        logs = await pipe.execute()
+        return sum(b'"newer"' in log.rpartition(b"{")[2] for log in logs if log)
 
     def _prefixes(self, model: str) -> list[str]:
         return [self._keys.prefix, self._keys.queue(model)]

@@ -100,7 +100,8 @@ class Trace(_Record):
 
     `request` is what the engine was sent: `{endpoint, prompt_tokens, prompt_digest, sampling}`; where it was not
     called, the endpoint is null.
-    `earlier` are the tries before this one. `outcome`: completed, capped or failed.
+    `earlier` are the tries before this one. `outcome`: completed, capped or failed. `resumed_at`: how many tokens
+    of the answer were kept from an earlier try.
     """
 
     hash: str
@@ -111,3 +112,4 @@ class Trace(_Record):
     request: dict[str, Any] | None = None
     times: Times = Times()
     cached_tokens: int = 0
+    resumed_at: int | None = None

@@ -10,21 +10,23 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import to_json
 
+from turnmill.asking import Again, Asking
 from turnmill.budget import FailureBudget
 from turnmill.client import Client
 from turnmill.conversations import Conversation
 from turnmill.draws import Draws
 from turnmill.errors import ManifestChanged, RecordError, TurnFailed, UsageError
 from turnmill.faults import patiently
+from turnmill.holdings import Holdings
 from turnmill.output import RunFiles
 from turnmill.ownership import sole_producer
-from turnmill.reply import Reply
+from turnmill.reply import Failure, Reply
 from turnmill.results import ConversationResult, Outcome, Report, TurnResult
 from turnmill.scaffolds.base import Scaffold
 from turnmill.tasks import end_tasks
@@ -33,6 +35,7 @@ from turnmill.turn import Message, Sampling, Tool, Turn
 log = logging.getLogger("turnmill.run")
 
 REFRESH_SECONDS = 2.0
+CANCELLED = "the run was cancelled"
 FEWEST_AT_ONCE = 32
 PER_SLOT = 2
 """Conversations at once for each slot of the live workers, so that a freed slot finds a turn waiting."""
@@ -42,24 +45,31 @@ PER_SLOT = 2
 class RunSettings:
     """What a run is, beside its conversations.
 
-    `sampling` is under each conversation's own. `seed`: makes every draw repeatable. `concurrency`:
-    conversations at once (None: from the slots of the workers that live). `extend`: take another manifest.
+    `sampling` is under each conversation's own. `epochs`: how often each conversation is held, with draws of
+    its own each time. `seed`: makes every draw repeatable. `reuse`: draws are of this `run` alone, or shared by
+    `all` runs that say so. `again`: stored endings that this attempt asks again. `concurrency`: conversations at
+    once (None: from the slots of the workers that live). `extend`: take another manifest. `keep`:
+    seconds until the run is forgotten, once it has ended (None: never).
     """
 
     name: str
     model: str
     scaffold: str = "multi_turn_chat"
     sampling: Sampling = field(default_factory=Sampling)
+    epochs: int = 1
     seed: int | None = None
+    reuse: Literal["run", "all"] = "run"
     concurrency: int | None = None
     max_failures: FailureBudget = field(default_factory=lambda: FailureBudget.parse("5%"))
-    retry_failed: bool = False
+    again: frozenset[Again] = frozenset()
     extend: bool = False
+    keep: float | None = None
 
 
 @dataclass
 class Progress:
-    """Where a run is, now. Turns: `asked` went into the queue, `stored` were answered before."""
+    """Where a run is, now. `total`: conversations, each epoch counted. Turns: `asked` went into the queue,
+    `stored` had ended before, or were asked by another conversation of this attempt."""
 
     total: int
     started: float = field(default_factory=time.monotonic)
@@ -85,10 +95,12 @@ class Progress:
 @dataclass(frozen=True)
 class RunEnd:
     """How an attempt at a run ended. `budget_spent`: it stopped because too many conversations failed.
-    `unfinished`: conversations that have not ended. `tokens_made`: completion tokens of this attempt."""
+    `cancelled`: it stopped because somebody cancelled the run. `unfinished`: conversations that have not
+    ended. `tokens_made`: completion tokens of this attempt."""
 
     report: Report
     budget_spent: bool
+    cancelled: bool
     unfinished: int
     tokens_made: int
 
@@ -110,9 +122,10 @@ class Run:
     ) -> None:
         self.settings, self._conversations, self._scaffold = settings, conversations, scaffold
         self._client, self._files = client, files
-        self.progress = Progress(total=len(conversations))
-        self._results: dict[str, ConversationResult] = {}
-        self._stopping = False
+        self._asking = Asking(client, settings.again)
+        self.progress = Progress(total=len(conversations) * settings.epochs)
+        self._results: dict[tuple[str, int], ConversationResult] = {}
+        self._stopping = self._cancelled = False
         self._failed_now = 0
 
     async def drive(self) -> RunEnd:
@@ -125,28 +138,39 @@ class Run:
         producer = sole_producer(redis, keys.producer(self.settings.name), self.settings.name)
         async with producer as usurped:
             await patiently(self._check_manifest, patience=None, doing="reading the run's manifest")
+            await patiently(
+                lambda: self._client.store.begin(self.settings.name),
+                patience=None,
+                doing="beginning the run",
+            )
+            holdings = Holdings(redis, keys, patience=None)
+            await holdings.keep(self.settings.name, None)
             driver = asyncio.create_task(self._drive_all())
             either: list[asyncio.Future[Any]] = [driver, usurped]
             try:
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if usurped.done():
                     usurped.result()  # another producer's answers would be mixed with ours
-                return await driver
+                end = await driver
+                if not end.unfinished and self.settings.keep is not None:
+                    await holdings.keep(self.settings.name, self.settings.keep)
+                return end
             finally:
                 await end_tasks([driver])
 
     async def _drive_all(self) -> RunEnd:
-        waiting = iter(self._conversations)
+        waiting = iter(self._in_order())
         ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         tasks: set[asyncio.Task[None]] = set()
-        refresher = asyncio.create_task(self._follow_workers())
+        await self._look_around()
+        refresher = asyncio.create_task(self._keep_looking())
         try:
             while True:
-                while len(tasks) < self._at_once() and not self._stopping:
-                    conversation = next(waiting, None)
-                    if conversation is None:
+                while len(tasks) < self._at_once() and not (self._stopping or self._cancelled):
+                    one = next(waiting, None)
+                    if one is None:
                         break
-                    task = asyncio.create_task(self._converse(conversation))
+                    task = asyncio.create_task(self._converse(*one))
                     task.add_done_callback(ended.put_nowait)
                     tasks.add(task)
                 self.progress.running = len(tasks)
@@ -157,10 +181,20 @@ class Run:
                 task.result()
         finally:
             await end_tasks([*tasks, refresher])
+            await self._asking.close()
         return await self._finish()
 
+    def _in_order(self) -> Iterator[tuple[Conversation, int]]:
+        """The epochs of a conversation one after the other: its prompt is in the engine's cache then."""
+        return (
+            (conversation, epoch)
+            for conversation in self._conversations
+            for epoch in range(self.settings.epochs)
+        )
+
     async def _finish(self) -> RunEnd:
-        ordered = [self._results[c.id] for c in self._conversations if c.id in self._results]
+        keys = [(conversation.id, epoch) for conversation, epoch in self._in_order()]
+        ordered = [self._results[key] for key in keys if key in self._results]
         hashes = [turn.hash for result in ordered for turn in result.turns]
         engines = await patiently(
             lambda: self._client.store.engines(hashes), patience=None, doing="reading traces"
@@ -173,19 +207,19 @@ class Run:
             from_store=self.progress.stored,
             asked=self.progress.asked,
         )
-        unfinished = len(self._conversations) - len(ordered)
+        unfinished = self.progress.total - len(ordered)
         if unfinished:
             self._files.write_report(report)
         else:
             self._files.finish(ordered, report)
         failed = report.outcomes.failed
         spent = self._stopping or self.settings.max_failures.spent(failed, len(ordered))
-        return RunEnd(report, spent, unfinished, self.progress.tokens)
+        return RunEnd(report, spent, self._cancelled, unfinished, self.progress.tokens)
 
     # One conversation
 
-    async def _converse(self, conversation: Conversation) -> None:
-        session = _Session(self, conversation)
+    async def _converse(self, conversation: Conversation, epoch: int) -> None:
+        session = _Session(self, conversation, epoch)
         outcome: Outcome = "completed"
         error: str | None = None
         capped = None
@@ -197,7 +231,7 @@ class Run:
             return
         except TurnFailed as failed:
             messages, error = session.messages, str(failed)
-            self._failed_now += not session.from_store
+            self._failed_now += not session.ended_before
             outcome = "cancelled" if failed.failure.kind == "cancelled" else "failed"
         except RecordError as unreadable:  # as it was before this attempt
             messages, error, outcome = session.messages, str(unreadable), "failed"
@@ -209,6 +243,7 @@ class Run:
         self._ended(
             ConversationResult(
                 id=conversation.id,
+                epoch=epoch,
                 outcome=outcome,
                 capped=capped,
                 messages=messages,
@@ -219,7 +254,7 @@ class Run:
 
     def _ended(self, result: ConversationResult) -> None:
         self._files.append(result)
-        self._results[result.id] = result
+        self._results[result.key] = result
         outcomes = self.progress.outcomes
         outcomes[result.outcome] += 1
         # What had failed before this attempt is told first, and says nothing of how this one goes.
@@ -237,38 +272,60 @@ class Run:
         """The reply to the next turn of a conversation. Raises TurnFailed."""
         if self._stopping:
             raise _Stopped
-        state, ending = await self._client.ask_stating(
-            turn, going=bool(session.turns), retry_failed=self.settings.retry_failed
-        )
-        session.from_store = state in ("answered", "failed")
-        if session.from_store:
-            self.progress.stored += 1
-        else:
+        if self._cancelled:
+            raise TurnFailed(Failure(hash=turn.hash, kind="cancelled", text=CANCELLED, tries=0))
+        asked = await self._asking.ask(turn, going=bool(session.turns))
+        session.ended_before = asked.before
+        if asked.new:
             self.progress.asked += 1
-        if not isinstance(ending, Reply):
-            raise TurnFailed(ending)
-        if not session.from_store:
-            self.progress.tokens += ending.usage.completion_tokens
-        return ending
+        else:
+            self.progress.stored += 1
+        if isinstance(asked.ending, Failure):
+            if (
+                asked.ending.kind == "cancelled" and not self._cancelled
+            ):  # the turn alone, or the run?
+                await self._look_whether_cancelled()
+            raise TurnFailed(asked.ending)
+        if asked.new:
+            self.progress.tokens += asked.ending.usage.completion_tokens
+        return asked.ending
 
     # How many at once
 
     def _at_once(self) -> int:
         return self.settings.concurrency or max(FEWEST_AT_ONCE, PER_SLOT * self.progress.slots)
 
-    async def _follow_workers(self) -> None:
-        warned = False
+    async def _keep_looking(self) -> None:
+        progress, warned = self.progress, False
         while True:
-            workers = await patiently(
-                self._client.store.workers, patience=None, doing="reading which workers live"
-            )
-            mine = [worker for worker in workers if worker.model == self.settings.model]
-            self.progress.workers = len(mine)
-            self.progress.slots = sum(worker.slots for worker in mine)
-            if not mine and not warned and self.progress.asked + self.progress.stored == 0:
+            begun = progress.asked + progress.stored
+            if not (progress.workers or warned or begun):
                 log.warning("no live worker serves %s; waiting for one", self.settings.model)
-            warned = not mine
+            warned = not progress.workers
             await asyncio.sleep(REFRESH_SECONDS)
+            await self._look_around()
+
+    async def _look_around(self) -> None:
+        """Who lives and serves this model, and whether the run goes on."""
+        store = self._client.store
+        workers = await patiently(store.workers, patience=None, doing="reading which workers live")
+        mine = [worker for worker in workers if worker.model == self.settings.model]
+        self.progress.workers = len(mine)
+        self.progress.slots = sum(worker.slots for worker in mine)
+        self._asking.context = max((worker.context for worker in mine), default=0)
+        await self._look_whether_cancelled()
+
+    async def _look_whether_cancelled(self) -> None:
+        client, name = self._client, self.settings.name
+        if not self._cancelled and await patiently(
+            lambda: client.store.stopped(name), patience=None, doing="reading the run"
+        ):
+            self._cancelled = True
+            log.warning("%s; nothing more is enqueued", CANCELLED)
+        if (
+            self._cancelled
+        ):  # else its turns, which are only marked, would end when a worker clears them
+            await client.cancel(client.waiting)
 
     # What the run is
 
@@ -293,7 +350,9 @@ class Run:
             "scaffold": self.settings.scaffold,
             "model": self.settings.model,
             "sampling": self.settings.sampling.model_dump(exclude_none=True),
+            "epochs": self.settings.epochs,
             "seed": self.settings.seed,
+            "reuse": self.settings.reuse,
             "conversations": {
                 "count": len(self._conversations),
                 "digest": _digest(c.digest for c in self._conversations),
@@ -302,15 +361,16 @@ class Run:
 
 
 class _Session:
-    """What a run remembers of one conversation while a scaffold drives it. `from_store`: its last turn had
-    ended before it was asked."""
+    """What a run remembers of one conversation while a scaffold drives it. `ended_before`: its last turn had
+    ended before this attempt."""
 
-    def __init__(self, run: Run, conversation: Conversation) -> None:
+    def __init__(self, run: Run, conversation: Conversation, epoch: int) -> None:
         self._run = run
-        self._draws = Draws(run.settings.name, conversation.id, 0, run.settings.seed)
+        origin = run.settings.name if run.settings.reuse == "run" else ""
+        self._draws = Draws(origin, conversation.id, epoch, run.settings.seed)
         self.turns: list[TurnResult] = []
         self.messages: list[Message] = []
-        self.from_store = False
+        self.ended_before = False
 
     async def ask(
         self,

@@ -11,9 +11,12 @@ from redis.asyncio import BlockingConnectionPool, Redis
 
 from turnmill.errors import UsageError
 from turnmill.keys import DEFAULT_NAMESPACE, Keys
+from turnmill.packing import packing
 
 SOCKET_SECONDS = 30
 """An answer that takes longer means that the connection is dead. Above every blocking command's wait."""
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -31,6 +34,12 @@ class Farm:
     @property
     def keys(self) -> Keys:
         return Keys(self.namespace)
+
+    @property
+    def address(self) -> str:
+        """The URL as it may be shown: without its password."""
+        shown = re.sub(r"(?<=://)([^/@:]*):[^/]*@", r"\1:***@", self.url)
+        return re.sub(r"([?&]password=)[^&]*", r"\1***", shown)
 
     @classmethod
     def from_environment(cls, url: str | None = None, namespace: str | None = None) -> Farm:
@@ -51,10 +60,11 @@ class Farm:
             pool = BlockingConnectionPool.from_url(
                 self.url, max_connections=connections, timeout=None, **options
             )
+            pool.connection_class = packing(pool.connection_class)
             pool.make_connection()  # type: ignore[no-untyped-call]  # does not connect, but sees options that are none
             return pool
         except (ValueError, TypeError) as error:
-            raise UsageError(f"REDIS_URL {self.url!r}: {error}") from None
+            raise UsageError(f"REDIS_URL {self.address!r}: {error}") from None
 
     def connect(self) -> Redis:
         """A client of this farm's Redis. Raises UsageError for a URL that is none."""
@@ -68,3 +78,11 @@ def check_name(name: str, what: str) -> str:
             f"{what} {name!r}: 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
         )
     return name
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `90s`, `30m`, `12h` or `7d`. Raises UsageError."""
+    found = re.fullmatch(r"([0-9]{1,6})([smhd])", text)
+    if not found or not int(found[1]):
+        raise UsageError(f"duration {text!r}: a number above 0 and s, m, h or d, for example 7d")
+    return float(int(found[1]) * _SECONDS[found[2]])

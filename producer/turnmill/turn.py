@@ -135,8 +135,9 @@ class Turn(BaseModel):
     @classmethod
     def from_body(cls, data: dict[str, Any]) -> Turn:
         """The turn of a decoded body. Raises BadTurn with the fields that are wrong."""
+        fields = {k: v for k, v in data.items() if k != "v"} if "v" in data else data
         try:
-            return cls.model_validate({k: v for k, v in data.items() if k != "v"})
+            return cls.model_validate(fields)
         except ValidationError as error:
             raise BadTurn(explain(error)) from None
 

@@ -29,32 +29,54 @@ def farm(own_valkey: Callable[..., ValkeyServer]) -> Farm:
     return Farm(own_valkey().url)
 
 
-@pytest.fixture
-def worker(farm: Farm, sglang_model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    line = [sys.executable, "-m", "turnmill_worker", "--engine", "sglang"]
-    line += ["--model", str(sglang_model), "--served-name", "tiny", "--lease", "60"]
-    with open(tmp_path / "worker.log", "wb") as log:
-        process = subprocess.Popen(
-            [*line, "--", *sglang_env.ARGUMENTS],
-            env={**sglang_env.environment(), "REDIS_URL": farm.url},
-            stdout=log,
-            stderr=log,
-        )
-    yield process
-    process.kill()
-    process.wait()
+class Workers:
+    """Worker processes, one after the other: two engines at once would only wait for each other here."""
 
+    def __init__(self, farm: Farm, model: Path, log: Path) -> None:
+        self._farm, self._log = farm, log
+        self._line = [sys.executable, "-m", "turnmill_worker", "--engine", "sglang"]
+        self._line += ["--model", str(model), "--served-name", "tiny"]
+        self._line += ["--lease", "60", "--keep-every", "0.3", "--", *sglang_env.ARGUMENTS]
+        self.started: list[subprocess.Popen[bytes]] = []
 
-async def test_answers_side_by_side_and_hands_back_when_the_engine_dies(
-    farm: Farm, worker: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
-    async with Client(farm.url) as client:
+    def start(self) -> subprocess.Popen[bytes]:
+        with open(self._log, "ab") as log:
+            process = subprocess.Popen(
+                self._line,
+                env={**sglang_env.environment(), "REDIS_URL": self._farm.url},
+                stdout=log,
+                stderr=log,
+            )
+        self.started.append(process)
+        return process
+
+    async def serves(self, client: Client) -> WorkerInfo:
+        """What the worker started last says of itself, once it does."""
 
         async def registered() -> WorkerInfo | None:
-            assert worker.poll() is None, (tmp_path / "worker.log").read_text()
-            return next(iter(await client.store.workers()), None)
+            assert self.started[-1].poll() is None, self._log.read_text()
+            infos = await client.store.workers()
+            return next((info for info in infos if info.pid == self.started[-1].pid), None)
 
-        info = await until_async(registered, "the worker serves", START_SECONDS)
+        found: WorkerInfo = await until_async(registered, "the worker serves", START_SECONDS)
+        return found
+
+
+@pytest.fixture
+def workers(farm: Farm, sglang_model: Path, tmp_path: Path) -> Iterator[Workers]:
+    one_by_one = Workers(farm, sglang_model, tmp_path / "worker.log")
+    yield one_by_one
+    for process in one_by_one.started:
+        process.kill()
+        process.wait()
+
+
+async def test_answers_side_by_side_and_goes_on_when_an_engine_or_a_worker_dies(
+    farm: Farm, workers: Workers
+) -> None:
+    async with Client(farm.url) as client:
+        worker = workers.start()
+        info = await workers.serves(client)
         assert info.model == "tiny"
         assert info.slots == 32  # SGLang's own number: --max-running-requests
         assert info.engine.engine == "sglang"
@@ -70,30 +92,75 @@ async def test_answers_side_by_side_and_hands_back_when_the_engine_dies(
         assert trace.request["endpoint"] == "engine.generate"
         assert trace.engine == info.engine
 
-        waiting = await client.submit_many(_turn(f"long {i}", max_tokens=400) for i in range(5))
-
-        async def in_the_engine() -> bool:
-            return (await client.queue.depth("tiny")).running == 5
-
-        await until_async(in_the_engine, "the long turns are running")
+        waiting = await client.submit_many(_turn(f"long {i}", LONG) for i in range(MANY))
+        await until_async(lambda: _kept(client, waiting, 60), "much is kept of the long turns", 100)
         os.kill(_scheduler(worker.pid), signal.SIGKILL)
         assert await asyncio.to_thread(worker.wait, 60) == 70
 
         # Long before the lease of a minute is over.
         depth = await client.queue.depth("tiny")
         assert depth.running == 0
-        assert depth.queued == 5
-        assert [await client.result(hash) for hash in waiting] == [None] * 5
+        assert depth.queued == MANY
+        assert [await client.result(hash) for hash in waiting] == [None] * MANY
         assert await client.store.workers() == []
-    until(lambda: not _sglang_left(worker.pid), "SGLang's processes are gone")
+        until(lambda: not _sglang_left(worker.pid), "SGLang's processes are gone")
+
+        worker = workers.start()
+        await workers.serves(client)
+        await until_async(lambda: _kept(client, waiting, 150), "more is kept of them", 100)
+        worker.kill()
+        await client.store.redis.set(farm.keys.lease, 1000)
+        await client.store.redis.zadd(
+            farm.keys.leases("tiny"), dict.fromkeys(waiting, 1), xx=True
+        )  # a minute later
+        workers.start()
+        last = await workers.serves(client)
+        endings = await client.wait_many(waiting, timeout=120)
+        whole = await client.wait_many(
+            await client.submit_many(_turn(f"long {i}", LONG, sample=1) for i in range(MANY))
+        )
+        for (hash, reply), at_once in zip(endings.items(), whole.values(), strict=True):
+            assert isinstance(reply, Reply)
+            assert isinstance(at_once, Reply)
+            assert reply.message == at_once.message
+            assert (reply.finish_reason, reply.capped) == ("length", "output")
+            assert reply.usage.completion_tokens == LONG
+            assert reply.usage.prompt_tokens == at_once.usage.prompt_tokens
+            assert reply.logprobs is not None
+            assert at_once.logprobs is not None
+            tokens, others = reply.logprobs["content"], at_once.logprobs["content"]
+            assert [token["token"] for token in tokens] == [other["token"] for other in others]
+            trace = await client.trace(hash)
+            assert trace is not None
+            assert trace.worker == last.id
+            assert [entry.outcome for entry in trace.earlier] == ["death", "lapse"]
+            assert (trace.resumed_at or 0) >= 150
 
 
-def _turn(text: str, max_tokens: int) -> Turn:
+LONG = 450
+MANY = 24
+"""Long turns at once: fewer would be done too soon."""
+
+
+async def _kept(client: Client, hashes: list[str], least: int) -> bool:
+    """Whether at least so many tokens are kept of each of these growing answers."""
+    prefix = client.farm.keys.prefix
+    counts = [await client.store.redis.hget(f"{prefix}t:{hash}", "kept") for hash in hashes]
+    return all(int(count or 0) >= least for count in counts)
+
+
+def _turn(text: str, max_tokens: int, sample: int = 0) -> Turn:
     return Turn.model_validate(
         {
             "model": "tiny",
+            "sample": sample,
             "messages": [{"role": "user", "content": text}],
-            "sampling": {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True},
+            "sampling": {
+                "temperature": 0,
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "logprobs": True,
+            },
         }
     )
 

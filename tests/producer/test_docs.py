@@ -24,9 +24,9 @@ from turnmill.conversations import Conversation, read_conversations
 from turnmill.keys import Keys
 from turnmill.reply import Failure, Reply, Trace
 from turnmill.results import ConversationResult, Report
-from turnmill.scripts import CANCEL, ENQUEUE
+from turnmill.scripts import CANCEL, ENQUEUE, FORGET, RESTORE
 from turnmill.settings import Farm
-from turnmill.store import WorkerInfo
+from turnmill.store import BenchedWorker, WorkerInfo
 from turnmill.wire import decode
 from turnmill_worker.cli import worker as worker_command
 from turnmill_worker.engines import load
@@ -253,7 +253,8 @@ def test_every_key_is_in_the_tables() -> None:
     rows = re.findall(r"^\| `([NQ])` `([\w:]+)` \|", text, re.MULTILINE)
     documented = {(prefix, re.sub(r"[A-Z]+", "*", name)) for prefix, name in rows}
 
-    scripts = "\n".join(s.text for s in (ENQUEUE, CANCEL, CLAIM, RENEW, FINISH, RECOVER))
+    of_producers, of_workers = (ENQUEUE, CANCEL, FORGET, RESTORE), (CLAIM, RENEW, FINISH, RECOVER)
+    scripts = "\n".join(s.text for s in (*of_producers, *of_workers))
     used = set()
     for prefix, name, goes_on in re.findall(r"\b([NQ]) \.\. '([\w:]+)'( \.\.)?", scripts):
         used.add((prefix, re.sub(r":.*", "", name)) if goes_on else (prefix, name))
@@ -274,6 +275,11 @@ def test_every_key_is_in_the_tables() -> None:
         else:
             entry = ("N", made.removeprefix("n:"))
         assert entry in documented, entry
+
+
+def test_a_benched_worker_says_this_of_itself() -> None:
+    text = the_example("benched", "protocol.md").strip()
+    assert BenchedWorker.model_validate_json(text).model_dump_json() == text
 
 
 async def test_the_client_of_the_protocol_gets_its_reply(

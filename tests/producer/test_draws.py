@@ -46,6 +46,7 @@ def test_no_run_conversation_or_epoch_finds_another_s_draws() -> None:
         draws(conversation="c2"),
         draws(epoch=1),
         draws(run="runc", conversation=""),
+        draws(run=""),  # what runs share is not what a run has for itself
     ]
     assert len({one.numbered(turn()).sample for one in alike}) == len(alike)
 
@@ -64,6 +65,11 @@ def test_a_seed_makes_each_draw_repeatable() -> None:
     assert len(set(seeds)) == 10
     assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
     assert draws(seed=6).numbered(turn(temperature=1)).sampling.seed not in seeds
+
+
+def test_seeds_differ_by_epoch() -> None:
+    seeds = {draws(seed=5, epoch=epoch).numbered(turn()).sampling.seed for epoch in range(10)}
+    assert len(seeds) == 10
 
 
 def test_numbers_stay_what_they_are() -> None:

@@ -97,6 +97,8 @@ def test_no_two_names_are_the_same() -> None:
         keys.lease,
         keys.models,
         keys.workers,
+        keys.crashes("x"),
+        keys.benched,
         keys.runs,
     ]
     assert len(set(names)) == len(names)

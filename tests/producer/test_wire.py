@@ -6,13 +6,14 @@ import json
 import math
 import random
 import zlib
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from turnmill.errors import BadTurn, NewerRecord, RecordError
-from turnmill.reply import Failure, Reply, Trace, Try, Usage
+from turnmill.reply import EngineIdentity, Failure, Reply, Trace, Try, Usage
 from turnmill.turn import Message, Turn
 from turnmill.wire import COMPRESS_FROM, decode, decode_turn, encode, encode_turn, pack, unpack
 
@@ -128,3 +129,13 @@ def test_half_a_surrogate_pair_of_an_engine_does_not_lose_the_answer() -> None:
     assert isinstance(content, str)
     assert content.startswith("so \ufffd")
     assert content.endswith(" far")
+
+
+@pytest.mark.parametrize("text", ["whole", "half \ud83d"])
+def test_fields_are_stored_as_the_record_that_they_make(text: str) -> None:
+    engine = EngineIdentity(engine="scripted", version="1", model="path")
+    fields: dict[str, Any] = {"hash": "0" * 64, "worker": "w", "outcome": "completed"}
+    fields |= {"engine": engine, "request": {"text": text}, "times": {"sent": 1.5}}
+    stored = encode(fields)
+    assert decode(Trace, stored) == decode(Trace, encode(Trace.model_validate(fields)))
+    assert decode(Trace, stored).engine == engine

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from turnmill.reply import EngineIdentity, Failure, Reply, Trace, Usage
 from turnmill.turn import Turn
-from turnmill.wire import decode, encode_turn
+from turnmill.wire import decode, encode, encode_turn
 from turnmill_worker.claim import Claim, Company, Finish
 from turnmill_worker.engines.base import (
     Answer,
@@ -140,6 +140,21 @@ async def test_a_prompt_without_room_is_capped_and_empty() -> None:
     trace = decode(Trace, finish.trace)
     assert trace.outcome == "capped"
     assert trace.request == {"endpoint": None, "prompt_tokens": 120}
+
+
+@pytest.mark.parametrize("what", [answered(), NoRoom(120, 100), InvalidRequest("no")])
+@pytest.mark.parametrize("tries", [(), ("lapse", "retry")])
+@pytest.mark.parametrize("resumed_at", [0, 5])
+@pytest.mark.parametrize("body", [{}, {"body": b"{}"}])
+async def test_a_trace_is_stored_as_its_model_would_be(
+    what: Any, tries: tuple[str, ...], resumed_at: int, body: dict[str, Any]
+) -> None:
+    claim = claim_of(turn(), *tries, **body)
+    context = {"engine": Scripted(what), "worker": "w1w1w1w1"}
+    finish = await answer_turn(context, claim, Progress(resumed_at=resumed_at))
+    trace = decode(Trace, finish.trace)
+    assert trace.resumed_at == (resumed_at or None)
+    assert encode(trace) == finish.trace
 
 
 async def test_what_the_engine_refuses_fails_in_its_own_words() -> None:

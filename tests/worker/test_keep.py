@@ -155,11 +155,12 @@ async def test_a_try_that_kept_new_tokens_is_no_strike(by_hand: ByHand) -> None:
 # What an engine may go on from
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
-    assert joined([Part(0, 2, b"ab"), Part(1, 2, b"xy")], list) == [97, 120, 121]
-    for wrong in ([Part(1, 1, b"a")], [Part(0, 2, b"a")]):
-        with pytest.raises(ValueError, match="fit"):
-            joined(wrong, list)
+def test_parts_are_joined_up_to_the_first_that_does_not_fit() -> None:
+    good = [Part(0, 2, b"ab"), Part(1, 2, b"xy")]
+    assert joined(good, list) == list(b"axy")
+    for wrong in (Part(4, 1, b"a"), Part(3, 2, b"a")):
+        assert joined([*good, wrong, Part(3, 1, b"z")], list) == list(b"axy")
+    assert joined([Part(0, 1, b"[7]"), Part(1, 1, b"[8")], json.loads) == [7]
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,11 @@ async def watched(
     deaths: list[str] = []
     one = Pulse(engine, lambda: [progress] if progress else [])
     watching = asyncio.create_task(one.watch(deaths.append))
-    yield one, deaths
-    await end_tasks([watching])
+    await asyncio.sleep(0)  # it has begun
+    try:
+        yield one, deaths
+    finally:
+        await end_tasks([watching])
 
 
 async def checked(patient: Patient, times: int) -> None:
@@ -68,6 +71,11 @@ async def checked(patient: Patient, times: int) -> None:
         return patient.checks >= times
 
     await until_async(reached)
+
+
+def test_before_it_is_watched_it_does_not_age() -> None:
+    engine: Any = Patient(well)
+    assert Pulse(engine, list).age() == 0
 
 
 async def test_an_engine_that_says_it_is_well_lives() -> None:

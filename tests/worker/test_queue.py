@@ -409,47 +409,146 @@ async def test_a_polite_end_is_no_strike(by_hand: ByHand, reason: str) -> None:
     assert [one.outcome for one in claim.earlier] == [reason] * 4
 
 
-async def test_suspects_run_only_among_suspects(by_hand: ByHand) -> None:
-    await by_hand.enqueue("a", "b")
-    await by_hand.strike("a", "b", times=2)
-    await by_hand.enqueue("c", "d")
-    busy, empty = by_hand.hand(), by_hand.hand()
-    assert (await busy.claim(1, holding=1)).hashes == [h("c")]
-    assert (await busy.claim(5)).hashes == [h("d")]
-    taken = await empty.claim(5)
-    assert sorted(taken.hashes) == sorted([h("a"), h("b")])
+async def crowd(by_hand: ByHand, count: int, deaths: int = 2) -> list[str]:
+    """Turns that have died together so often, in workers that held them all. Their hashes."""
+    names = [f"crowd{i}" for i in range(count)]
+    await by_hand.enqueue(*names)
+    for _ in range(deaths):
+        dying = by_hand.hand()
+        while len(dying.held) < count:
+            assert (await dying.claim(count)).claims
+            await by_hand.end_trial(dying)
+            await by_hand.wait_long(61_000)
+        await dying.die()
+    return [h(name) for name in names]
+
+
+async def test_the_company_of_suspects_is_a_quarter_of_that_in_which_they_died(
+    by_hand: ByHand,
+) -> None:
+    hashes = await crowd(by_hand, 20)
+    one, other = by_hand.hand(), by_hand.hand()
+    taken = await one.claim(100)
+    assert len(taken.claims) == 5
     assert taken.drain
     assert {claim.company for claim in taken.claims} == {Company.SUSPECTS}
+    assert len((await other.claim(100)).claims) == 5
+    assert set(one.held).isdisjoint(other.held)
+    assert {*one.held, *other.held} <= set(hashes)
 
 
-async def test_at_most_sixteen_suspects_run_together(by_hand: ByHand) -> None:
-    names = [f"t{i}" for i in range(20)]
-    await by_hand.enqueue(*names)
-    for _ in range(2):
-        dying = by_hand.hand()
-        for claim in (await dying.claim(20)).claims:
-            await dying.give_back(claim, "death")
-    assert len((await by_hand.hand().claim(100)).claims) == 16
-    assert len((await by_hand.hand().claim(100)).claims) == 4
+async def test_who_died_in_small_company_runs_alone(by_hand: ByHand) -> None:
+    await crowd(by_hand, 8)
+    pair = by_hand.hand()
+    tried = (await pair.claim(100)).hashes
+    assert len(tried) == 2
+    await pair.die()
+    await by_hand.wait_long(2_000, *tried)
+    hand = by_hand.hand()
+    taken = await hand.claim(100)
+    assert [claim.company for claim in taken.claims] == [Company.ALONE]
+    assert taken.hashes[0] in tried
 
 
-async def test_with_three_strikes_a_turn_runs_alone(by_hand: ByHand) -> None:
-    await by_hand.enqueue("a", "b")
-    await by_hand.strike("a", "b", times=2)
-    dying = by_hand.hand()
-    for claim in (await dying.claim()).claims:
-        await dying.give_back(claim, "death" if claim.hash == h("a") else "drain")
-    await by_hand.redis.zadd(by_hand.keys.suspects("m"), {h("a"): 1}, xx=True)
-    taken = await by_hand.hand().claim(5)
-    assert taken.hashes == [h("a")]
-    assert taken.claims[0].company is Company.ALONE
-    assert (await by_hand.hand().claim(5)).hashes == [h("b")]
+async def test_suspects_on_trial_get_no_company_until_they_have_lived_through_it(
+    by_hand: ByHand,
+) -> None:
+    await crowd(by_hand, 4)
+    await by_hand.enqueue("other", "another")
+    hand = by_hand.hand()
+    (suspect,) = (await hand.claim(1)).claims
+    assert suspect.company is Company.ALONE
+    taken = await hand.claim(1)
+    assert (taken.claims, taken.drain) == ([], True)
+    await by_hand.end_trial(hand)
+    assert (await hand.claim(1)).hashes == [h("other")]
+    assert (await hand.claim(1)).hashes == [h("another")]
+    await hand.die()
+    assert [await by_hand.strikes(name) for name in ("other", "another")] == [1, 1]
+
+
+async def test_a_trial_is_over_when_its_turns_have_ended(by_hand: ByHand) -> None:
+    await crowd(by_hand, 8)
+    await by_hand.enqueue("other")
+    hand = by_hand.hand()
+    for left in (6, 4, 2, 0):
+        taken = await hand.claim(100, holding=0)
+        assert len(taken.claims) == 2
+        assert (await by_hand.queue.depth("m")).suspects == left
+        for claim in taken.claims:
+            assert await hand.answer(claim) == 1
+    assert (await hand.claim(100)).hashes == [h("other")]
+
+
+async def test_a_busy_worker_takes_only_suspects_that_have_waited(by_hand: ByHand) -> None:
+    await crowd(by_hand, 20)
+    await by_hand.enqueue("other", "another")
+    busy = by_hand.hand()
+    assert (await busy.claim(1, holding=1)).hashes == [h("other")]
+    assert (await busy.claim(100)).hashes == [h("another")]
+    await by_hand.wait_long(61_000)
+    assert len((await busy.claim(100)).claims) == 5
+    assert (await busy.claim(100)).claims == []
+
+
+async def test_a_death_accuses_only_those_on_trial(by_hand: ByHand) -> None:
+    await crowd(by_hand, 20)
+    await by_hand.enqueue("other")
+    busy = by_hand.hand()
+    await busy.claim(1, holding=1)
+    await by_hand.wait_long(61_000)
+    tried = (await busy.claim(100)).hashes
+    await busy.die()
+    assert await by_hand.strikes("other") == 0
+    assert [await by_hand.strikes_of(hash) for hash in tried] == [3] * 5
+
+
+async def test_leases_of_one_death_that_lapse_one_by_one_accuse_as_many(by_hand: ByHand) -> None:
+    await crowd(by_hand, 20, deaths=1)
+    dying, other = by_hand.hand(), by_hand.hand()
+    held = (await dying.claim(20)).hashes
+    for hash in held:
+        await by_hand.lapse(hash)
+        await by_hand.hand().renew()
+        await other.claim(20, holding=0)  # which takes their owners' place
+    companies = [await by_hand.company_of(hash) for hash in held]
+    assert companies == [5] * 20
+
+
+async def test_a_trial_is_longer_with_each_strike(by_hand: ByHand) -> None:
+    await by_hand.enqueue("a")
+    await by_hand.strike("a", times=2)
+    lengths = []
+    for _ in range(3):
+        hand = by_hand.hand()
+        await hand.take_one("a")
+        lengths.append(await by_hand.redis.pttl(f"{by_hand.prefix}trial:{hand.id}"))
+        await by_hand.end_trial(hand)
+        # It lives through its trial, and dies when it has company again.
+        name = f"b{len(lengths)}"
+        await by_hand.enqueue(name)
+        claim = await hand.take_one(name)
+        await hand.die()
+        await hand.answer(claim)
+    assert [round(length / 10_000) for length in lengths] == [3, 6, 12]
+
+
+async def test_no_number_of_deaths_in_a_crowd_makes_a_turn_poison_or_lonely(
+    by_hand: ByHand,
+) -> None:
+    hashes = await crowd(by_hand, 40, deaths=7)
+    assert [await by_hand.strikes_of(hash) for hash in hashes] == [7] * 40
+    assert await by_hand.counts() == (40, 0, 0, 0)
+    assert len((await by_hand.hand().claim(100)).claims) == 10
 
 
 @pytest.mark.parametrize("how", ["death", "lapse"])
-async def test_who_crashes_its_worker_alone_is_poison(by_hand: ByHand, how: str) -> None:
+async def test_who_crashes_its_worker_alone_is_poison_at_the_fifth_death(
+    by_hand: ByHand, how: str
+) -> None:
     await by_hand.enqueue("a")
-    await by_hand.strike("a", times=3)
+    await by_hand.strike("a", times=4)
+    assert await by_hand.counts() == (1, 0, 0, 0)
     hand = by_hand.hand()
     (claim,) = (await hand.claim()).claims
     if how == "death":
@@ -459,17 +558,42 @@ async def test_who_crashes_its_worker_alone_is_poison(by_hand: ByHand, how: str)
         await by_hand.hand().renew()
     failure = (await by_hand.store.endings("run", [h("a")]))[h("a")]
     assert isinstance(failure, Failure)
-    assert (failure.kind, failure.tries) == ("poison", 4)
+    assert (failure.kind, failure.tries) == ("poison", 5)
     assert await by_hand.counts() == (1, 0, 1, 0)
     trace = await by_hand.store.trace(h("a"))
     assert trace is not None
     assert (trace.worker, trace.outcome) == (hand.id, "failed")
-    assert [one.outcome for one in trace.earlier] == ["death", "death", "death", how]
+    assert [one.outcome for one in trace.earlier] == ["death"] * 4 + [how]
+
+
+@pytest.mark.parametrize("slots", [3, 16, 100, 400])
+async def test_the_guilty_is_convicted_after_a_handful_of_deaths(
+    by_hand: ByHand, slots: int
+) -> None:
+    """Among innocents that end well wherever it is not with them."""
+    guilty = h("guilty")
+    await by_hand.enqueue("guilty", *(f"innocent{i}" for i in range(slots - 1)))
+    deaths = 0
+    while (await by_hand.counts())[2] == 0:
+        hand = by_hand.hand()
+        while guilty not in hand.held:
+            for claim in list(hand.held.values()):
+                await hand.answer(claim)
+            assert (await hand.claim(slots)).claims
+        await hand.die()
+        deaths += 1
+    assert 5 <= deaths <= 6
+    assert (await by_hand.store.endings("run", [guilty]))[guilty].kind == "poison"  # type: ignore[union-attr]
+    last = by_hand.hand()
+    while (await last.claim(slots, holding=0)).claims:
+        for claim in list(last.held.values()):
+            await last.answer(claim)
+    assert await by_hand.counts() == (slots, slots - 1, 1, 0)
 
 
 async def test_a_drain_while_alone_proves_nothing(by_hand: ByHand) -> None:
     await by_hand.enqueue("a")
-    await by_hand.strike("a", times=3)
+    await by_hand.strike("a", times=4)
     hand = by_hand.hand()
     (claim,) = (await hand.claim()).claims
     await hand.give_back(claim, "drain")

@@ -214,6 +214,7 @@ class Walk:
             (self.outage, 1),
             (self.die, 1),
             (self.make_due, 2),
+            (self.live_through_trial, 1),
             (self.cancel, 2),
             (self.cancel_run, 1),
             (self.pass_deadlines, 1),
@@ -297,11 +298,10 @@ class Walk:
 
     async def claim(self) -> None:
         hand = self.random.choice(self.hands)
-        # A worker that holds suspects takes nothing beside them, as TurnWorker._room has it.
-        if any(claim.company != "-" for claim in hand.held.values()):
-            return
         taken = await hand.claim(self.random.randint(1, 4))
         self.say("claim", hand.id, *taken.hashes, *(claim.company for claim in taken.claims))
+        if any(claim.company == "!" for claim in taken.claims):
+            assert len(hand.held) == 1
 
     async def claim_and_lose_the_answer(self) -> None:
         hand = self.random.choice(self.hands)
@@ -375,6 +375,12 @@ class Walk:
         if hand.held:
             await self.farm.lapse(*hand.held)
         self.hands[self.hands.index(hand)] = self.farm.hand()
+
+    async def live_through_trial(self) -> None:
+        hand = self.random.choice(self.hands)
+        self.say("end of trial", hand.id)
+        await self.farm.end_trial(hand)
+        await self.farm.wait_long(61_000)
 
     async def make_due(self) -> None:
         await self.farm.make_due(*HASHES)

@@ -150,11 +150,11 @@ async def test_a_turn_that_kills_every_worker_ends_as_poison(
     worker: WorkerFactory, asking: Client
 ) -> None:
     pending = await asking.submit(turn("death"))
-    for _ in range(4):
+    for _ in range(5):
         assert worker(sim=("--die-if", "death"), registers=False).wait() == 70
     ending = await asking.wait(pending, 30)
     assert not isinstance(ending, Reply)
-    assert (ending.kind, ending.tries) == ("poison", 4)
+    assert (ending.kind, ending.tries) == ("poison", 5)
 
 
 async def test_a_stopped_process_that_wakes_up_again_has_lost_its_turn(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
@@ -23,8 +22,10 @@ class Company(StrEnum):
     ALONE = "!"
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+_COMPANY = {company.encode(): company for company in Company}
+
+
+class Claim(NamedTuple):
     """One claimed turn. `token` fences it: only its holder may requeue or fail the turn.
     `enqueued`, `claimed`: Unix times in seconds."""
 
@@ -34,7 +35,7 @@ class Claim:
     enqueued: float
     body: bytes
     log: bytes = b""
-    claimed: float = field(default_factory=time.time)
+    claimed: float = 0.0
 
     @property
     def rid(self) -> str:
@@ -43,10 +44,13 @@ class Claim:
 
     @property
     def earlier(self) -> list[Try]:
-        """The tries before this one."""
+        """The tries before this one; none if their record is damaged, which is no reason to lose the turn."""
         if not self.log:
             return []
-        return [Try.model_validate(entry) for entry in from_json(b"[" + self.log + b"]")]
+        try:
+            return [Try.model_validate(entry) for entry in from_json(b"[" + self.log + b"]")]
+        except ValueError:
+            return []
 
 
 class Finish(NamedTuple):
@@ -70,16 +74,17 @@ def requeue(claim: Claim, reason: str, delay: float = 0.0) -> Finish:
 
 
 def read_claims(token: str, answer: list[Any]) -> list[Claim]:
-    """The turns in a CLAIM's answer, after its two leading numbers."""
-    entries = answer[2:]
+    """The turns in a CLAIM's answer, after what comes before them."""
+    entries, now = answer[3:], time.time()
     return [
         Claim(
             hash=entries[i].decode(),
             token=token,
-            company=Company(entries[i + 1].decode()),
+            company=_COMPANY[entries[i + 1]],
             enqueued=int(entries[i + 2]) / 1000,
             log=entries[i + 3],
             body=entries[i + 4],
+            claimed=now,
         )
         for i in range(0, len(entries), 5)
     ]

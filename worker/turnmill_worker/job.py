@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnmill.errors import BadTurn, NewerRecord, RecordError
-from turnmill.reply import Cap, EngineIdentity, Failure, FailureKind, Reply, Trace, Usage
+from turnmill.reply import Cap, EngineIdentity, Failure, FailureKind, Reply, Usage
 from turnmill.turn import Message, Turn
 from turnmill.wire import decode_turn, encode, unpack
 from turnmill_worker.claim import Claim, Finish, requeue
@@ -34,8 +33,7 @@ LARGE_BODY = 256 << 10
 """Bytes; a larger body is decoded in a thread, so that the worker's loop is never blocked."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Try:
+class _Try(NamedTuple):
     """This try of a turn, and what is made of it if it ends without an answer."""
 
     claim: Claim
@@ -56,17 +54,22 @@ class _Try:
         return Finish(hash, token, "fail", kind, encode(failure), self.trace("failed", Usage()))
 
     def trace(self, outcome: str, usage: Usage) -> bytes:
-        """The trace as it is stored."""
-        trace = Trace(
-            hash=self.claim.hash,
-            worker=self.worker,
-            outcome=outcome,
-            earlier=self.claim.earlier,
-            engine=self.identity,
-            request=self.progress.request or None,
-            times=self.progress.times(self.claim.enqueued, self.claim.claimed),
-            cached_tokens=usage.cached_tokens,
-        )
+        """The trace as it is stored: `encode(Trace(...))`, without the model."""
+        claim, progress = self.claim, self.progress
+        trace = {
+            "hash": claim.hash,
+            "worker": self.worker,
+            "outcome": outcome,
+            "earlier": claim.earlier,
+            "engine": self.identity,
+            "request": progress.request,
+            "times": progress.times(claim.enqueued, claim.claimed),
+            "cached_tokens": usage.cached_tokens,
+            "resumed_at": progress.resumed_at,
+        }
+        for name in ("request", "resumed_at"):
+            if not trace[name]:
+                del trace[name]
         return encode(trace)
 
 
@@ -101,6 +104,7 @@ async def answer_turn(context: dict[str, Any], claim: Claim, progress: Progress)
             progress.now_rendered({"endpoint": None, "prompt_tokens": error.prompt_tokens})
             reply = _capped_before(claim, error)
         record = encode(reply)
+        progress.reply = reply
     except InvalidRequest as error:
         return this.fail("invalid_request", str(error))
     except EngineDied:
@@ -125,14 +129,16 @@ def read_turn(claim: Claim) -> Turn:
 
 def _reply(claim: Claim, answer: Answer) -> Reply:
     capped: Cap | None = answer.limited_by if answer.finish == "length" else None
-    return Reply(
-        hash=claim.hash,
-        message=Message.model_validate(answer.message),
-        finish_reason=answer.finish,
-        capped=capped,
-        limit=answer.limit if capped else None,
-        usage=answer.usage,
-        logprobs=answer.logprobs,
+    return Reply.model_validate(
+        {
+            "hash": claim.hash,
+            "message": answer.message,
+            "finish_reason": answer.finish,
+            "capped": capped,
+            "limit": answer.limit if capped else None,
+            "usage": answer.usage,
+            "logprobs": answer.logprobs,
+        }
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -23,15 +24,16 @@ class Pulse:
 
     def __init__(self, engine: Engine, progresses: Callable[[], Iterable[Progress]]) -> None:
         self._engine, self._progresses = engine, progresses
-        self._lived = time.monotonic()
+        self._lived = math.inf  # nobody has watched it yet
         self._tokens = 0
 
     def age(self) -> float:
-        """Seconds since the engine was last seen alive."""
-        return time.monotonic() - self._lived
+        """Seconds since the engine was last seen alive; 0 as long as nobody has watched it."""
+        return max(0.0, time.monotonic() - self._lived)
 
     async def watch(self, on_death: Callable[[str], None]) -> None:
         """Run until cancelled, or until the engine has died: then `on_death` is told why."""
+        self._lived = time.monotonic()
         while True:
             tokens = sum(progress.tokens for progress in self._progresses())
             moved, self._tokens = tokens != self._tokens, tokens

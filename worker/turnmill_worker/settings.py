@@ -15,15 +15,17 @@ class WorkerSettings:
     `lease`: length of a claim; one value for the farm, the first worker's. `drain`: how long a
     polite shutdown waits for turns to end. `stalled_after`: an engine that neither moves nor is healthy
     for so long is dead. `unstored`: answers kept in memory while Redis is away, before claiming stops.
+    `keep_every`: how often growing answers are kept.
     """
 
     lease: float = 10.0
     drain: float = 30.0
     stalled_after: float = 120.0
     unstored: int = 2000
+    keep_every: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("lease", "stalled_after", "unstored"):
+        for name in ("lease", "stalled_after", "unstored", "keep_every"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name}: must be a number above 0")
         if not 0 <= self.drain < math.inf:

@@ -101,7 +101,7 @@ class TurnWorker(Worker):
         self._crashed = crashed
         self._started = time.time()
         self._running: dict[str, _Running] = {}
-        self._stopping = False
+        self._stopping = self._handing_back = False
         self._lease = self.settings.lease
         self._background: set[asyncio.Task[Any]] = set()
         super().__init__(
@@ -284,6 +284,7 @@ class TurnWorker(Worker):
         self._hand_back()
 
     def _hand_back(self) -> None:
+        self._handing_back = True
         for running in self._running_now():
             running.end("drain")
         self._kick.set()
@@ -368,6 +369,8 @@ class TurnWorker(Worker):
         if claimed and self._exchanges.start(self._room(), len(self._running)):
             await asyncio.sleep(0)
         for running in claimed:
+            if self._handing_back:  # they were on their way when the others went back
+                running.end("drain")
             self.loop.create_task(self._run_turn(running))
 
     # One turn

@@ -1,6 +1,6 @@
 -- CANCEL: a run leaves turns of one model. ARGV: run, then hashes; no hashes: all of the run's turns.
--- The whole of a run is only marked here: CLAIM passes over marked turns, RENEW clears them piecemeal.
--- Returns how many turns were left or marked.
+-- The whole of a run is only marked here, and its hints are gone at once; RENEW clears the turns piecemeal.
+-- A producer that drives the run sees `stopped`, and ends. Returns how many turns were left or marked.
 local run = ARGV[1]
 if #ARGV > 1 then
   local left = 0
@@ -9,6 +9,7 @@ if #ARGV > 1 then
   end
   return left
 end
+C('HSET', run_key(run), 'stopped', now)
 local TURNS, SWEEP = Q .. 'turns:' .. run, Q .. 'sweep:' .. run
 local marked = C('SCARD', TURNS)
 if marked > 0 then
@@ -19,5 +20,8 @@ if marked > 0 then
     C('RENAME', TURNS, SWEEP)
   end
   C('SADD', Q .. 'sweeping', run)
+  for _, class in ipairs(C('HKEYS', Q .. 'fed')) do
+    C('UNLINK', Q .. 'going:' .. class .. ':' .. run, Q .. 'new:' .. class .. ':' .. run)
+  end
 end
 return marked

@@ -18,8 +18,10 @@ local function reply_key(h) return N .. 'r:' .. h end
 local function trace_key(h) return N .. 'x:' .. h end
 local function failure_key(h) return N .. 'f:' .. h end
 local function tries_key(h) return N .. 't:' .. h end
+local function partial_key(h) return N .. 'p:' .. h end
 local function waiters_key(h) return N .. 'w:' .. h end
 local function leavers_key(h) return N .. 'c:' .. h end
+local function jobs_key(h) return N .. 'a:' .. h end
 local function run_key(run) return N .. 'run:' .. run end
 
 local function ended(h) return C('EXISTS', reply_key(h), failure_key(h)) > 0 end
@@ -35,9 +37,18 @@ local function wake()
   if C('LLEN', Q .. 'wake') == 0 then C('LPUSH', Q .. 'wake', '1') end
 end
 
--- Tell everybody who waits that something ended; what, they read.
+-- Tell everybody who waits that something ended; what, they read. Clients of arq wait for jobs, which CLAIM now
+-- hands to a worker that tells them.
+local has_jobs
 local function publish(h)
   C('XADD', Q .. 'finished', 'MAXLEN', '~', '20000', '*', 'h', h)
+  if has_jobs == nil then has_jobs = C('EXISTS', Q .. 'jobs') == 1 end
+  if has_jobs then
+    for _, job in ipairs(C('SMEMBERS', jobs_key(h))) do
+      C('ZADD', DUE, 'XX', now, job)
+      wake()
+    end
+  end
 end
 
 -- Add `amount` to a counter of every run that waits for the turn.
@@ -84,7 +95,7 @@ local function forget_open(h)
   C('ZREM', SUSPECTS, h)
   C('ZREM', DUE, h)
   C('HDEL', OWNERS, h)
-  C('DEL', body_key(h), tries_key(h))
+  C('DEL', body_key(h), tries_key(h), partial_key(h))
 end
 
 -- One run leaves a turn. how: 'cancelled' or 'deadline'. The turn goes on for the others; when it is

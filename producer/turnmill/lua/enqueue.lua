@@ -114,6 +114,7 @@ each_thousand('RPUSH', Q .. 'new:' .. class .. ':' .. run, new)
 if #joined_turns > 0 then
   C('SADD', N .. 'runs', run)
   C('SADD', N .. 'models', Q)
+  C('ZREM', N .. 'expiring', run)  -- who asks for more is not over
   C('HSET', RUN, 'weight', weight)
   if total > 0 then C('HINCRBY', RUN, 'total', total) end
   if done > 0 then C('HINCRBY', RUN, 'done', done) end

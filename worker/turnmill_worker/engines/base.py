@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from turnmill.reply import Cap, EngineIdentity, Reply, Times, Usage
+from turnmill.reply import Cap, EngineIdentity, Reply, Usage
 from turnmill.turn import Turn
 from turnmill_worker.engines.kept import Part
 
@@ -68,6 +68,11 @@ class Progress:
     growing: Callable[[int], Part] | None = None
     reply: Reply | None = None
 
+    @property
+    def made(self) -> int:
+        """Tokens that this try has made."""
+        return max(0, self.tokens - self.resumed_at)
+
     def now_rendered(self, request: dict[str, Any]) -> None:
         """The prompt is made. `request`: `{endpoint, prompt_tokens, prompt_digest, sampling}`."""
         self.rendered, self.request = time.time(), request
@@ -83,20 +88,21 @@ class Progress:
         if tokens > self.tokens:
             self.tokens, self.last_token = tokens, now
 
-    def times(self, enqueued: float, claimed: float) -> Times:
-        return Times(
-            enqueued=enqueued,
-            claimed=claimed,
-            rendered=self.rendered,
-            sent=self.sent,
-            first_token=self.first_token,
-            last_token=self.last_token,
-            finished=time.time(),
-        )
+    def times(self, enqueued: float, claimed: float) -> dict[str, float]:
+        """The fields of the trace's times."""
+        times = {
+            "enqueued": enqueued,
+            "claimed": claimed,
+            "rendered": self.rendered,
+            "sent": self.sent,
+            "first_token": self.first_token,
+            "last_token": self.last_token,
+            "finished": time.time(),
+        }
+        return {name: at for name, at in times.items() if at is not None}
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What an engine made of a turn: facts, no verdict.
 
     `message` is an OpenAI assistant message (`role`, `content`, and where there are any

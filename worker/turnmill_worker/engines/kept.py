@@ -38,12 +38,16 @@ def can_go_on(turn: Turn) -> bool:
 
 
 def joined(parts: Sequence[Part], read: Callable[[bytes], list[Token]]) -> list[Token]:
-    """The tokens of an answer so far. Raises ValueError if the parts do not make one."""
+    """The tokens of an answer so far, up to the first part that is damaged (`read` raises ValueError) or does
+    not fit."""
     tokens: list[Token] = []
     for part in parts:
-        new = read(part.data)
+        try:
+            new = read(part.data)
+        except ValueError:
+            break
         if part.offset > len(tokens) or len(new) != part.length:
-            raise ValueError("the parts of a kept answer do not fit together")
+            break
         tokens[part.offset :] = new
     return tokens
 

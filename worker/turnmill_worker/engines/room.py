@@ -3,14 +3,13 @@ silently: a prompt that does not fit is `NoRoom`, an answer that cannot be whole
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from turnmill.reply import Cap
 from turnmill_worker.engines.base import NoRoom
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """`max_tokens` to send to the engine, and which limit that is: the turn's own or the context's.
     `limit` is that limit in tokens: max_tokens as asked, or the context length."""
 

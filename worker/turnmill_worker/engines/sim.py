@@ -20,11 +20,10 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -109,8 +108,7 @@ def _parse(settings: EngineSettings) -> argparse.Namespace:
     return parser.parse_args(settings.arguments)
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """A turn's whole answer, made before its time has passed."""
 
     text: str
@@ -160,6 +158,7 @@ class SimEngine:
 
     def __init__(self, settings: EngineSettings, script: argparse.Namespace) -> None:
         self._script = script
+        self._at_once = not script.latency and not script.tokens_per_second
         self._served_name = settings.served_name or settings.model or "sim"
         self._identity = EngineIdentity(
             engine="sim",
@@ -197,6 +196,9 @@ class SimEngine:
         plan = self._plan(turn, space.max_tokens, _taken_over(turn, progress))
         if can_go_on(turn):
             progress.growing = partial(_part, plan.tokens, progress)
+        if self._at_once and self._free and not hangs:
+            progress.moved(len(plan.tokens))
+            return _answer(turn, plan, prompt_tokens, space)
         seat = self._seats[rid] = _Seat()
         try:
             await self._take_slot(seat)
@@ -308,9 +310,6 @@ class SimEngine:
         if hangs:
             await seat.wait()
         latency, speed = self._script.latency, self._script.tokens_per_second
-        if not latency and not speed:
-            progress.moved(total)
-            return
         loop = asyncio.get_running_loop()
         first = loop.time() + latency
         await seat.wait(first)

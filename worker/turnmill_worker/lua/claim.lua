@@ -1,11 +1,11 @@
 -- CLAIM: a worker takes turns. ARGV: token, how many, how many it holds, bytes (of bodies, the first always).
--- Returns: more (1: more is ready), drain (1: claim nothing until you are empty, then claim again),
--- then per turn: hash, mark, when it was asked for (ms), earlier tries (JSON list, inside), body.
+-- Returns: more (1: more is ready), drain (1: nothing for now, also where you have room), jobs of arq's clients to be
+-- seen to, then per turn: hash, mark, when it was asked for (ms), earlier tries (JSON list, inside), body.
 local token, want, holding, room = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local worker = token:sub(1, 8)
-local STARVES_AFTER, SUSPECT_WAIT, SUSPECTS_TOGETHER = 30000, 300000, 16  -- ms, ms, turns
+local STARVES_AFTER = 30000  -- ms
 
-if C('EXISTS', Q .. 'void:' .. token) == 1 then return { 0, 0 } end  -- its worker has given it up: see RECOVER
+if C('EXISTS', Q .. 'void:' .. token) == 1 then return { 0, 0, {} } end  -- its worker has given it up: see RECOVER
 reap()
 
 local out, owners, leases = {}, {}, {}
@@ -32,40 +32,82 @@ local function write_leases()
   owners, leases = {}, {}
 end
 
+local jobs = {}
 local function answer(more, drain)
+  table.insert(out, 1, jobs)
   table.insert(out, 1, drain)
   table.insert(out, 1, more)
   return out
 end
 
+-- A job of arq's stays here until it has a result: who asks for the result looks. If its worker dies, it comes back.
 for _, h in ipairs(C('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, 100)) do
-  C('ZREM', DUE, h)
-  if not leased(h) then requeue(h) end
+  if #h ~= 64 then
+    C('ZADD', DUE, now + 2 * lease, h)
+    jobs[#jobs + 1] = h
+  else
+    C('ZREM', DUE, h)
+    if not leased(h) then requeue(h) end
+  end
 end
 
--- Suspects run among suspects, or alone; so only in a worker that is empty. If none ever is, one empties.
-local oldest = C('ZRANGE', SUSPECTS, 0, 0, 'WITHSCORES')
-if oldest[1] then
-  if holding == 0 then
-    for _, h in ipairs(C('ZRANGE', SUSPECTS, 0, SUSPECTS_TOGETHER - 1)) do
-      local run = C('HRANDFIELD', waiters_key(h))
-      local body = run and not ended(h) and not leased(h) and C('GET', body_key(h))
-      local alone = strikes(h) > SUSPECT_FROM
-      if not body then
-        C('ZREM', SUSPECTS, h)
-      elseif #out == 0 or (not alone and #body <= room and #out / 5 < want) then
-        C('ZREM', SUSPECTS, h)
-        hand_out(h, alone and '!' or '~', run, C('HGET', waiters_key(h), run), body, C('HGET', tries_key(h), 'log'))
-        if alone then break end
-      end
+-- Suspects are tried in small company (tries.lua): an empty worker takes them at once, a busy one those that have
+-- waited, and while they are on trial it takes nothing else. So a death says much about few, and who lives through
+-- its trial goes on in any company: nothing runs apart for long.
+local TRIAL = 30000  -- ms; twice as long with each further strike, for those that kill late
+local JOINS_AFTER, EMPTIES_AFTER = 60000, 300000  -- ms that a suspect has waited
+local ON_TRIAL = trial_key(worker)
+
+local function on_trial()
+  local tried = C('SMEMBERS', ON_TRIAL)
+  if #tried == 0 then return false end
+  for _, owner in ipairs(holding > 0 and C('HMGET', OWNERS, unpack(tried)) or {}) do
+    if owner and owner:sub(1, 8) == worker then return true end
+  end
+  C('DEL', ON_TRIAL)
+  return false
+end
+if on_trial() then return answer(0, 1) end
+
+-- Take suspects, the longest waiting first, no more than each of them may have as company. Returns whether one
+-- that must be alone has waited too long for an empty worker.
+local function try_suspects()
+  local waiting = C('ZRANGE', SUSPECTS, 0, want - 1, 'WITHSCORES')
+  local tried, together, length = {}, want, 0
+  local overdue = false
+  for i = 1, #waiting, 2 do
+    local h, waited = waiting[i], now - tonumber(waiting[i + 1])
+    if #tried >= together or (holding > 0 and waited < JOINS_AFTER) then break end
+    local company = company_of(h)
+    local alone = company == 1
+    local run = C('HRANDFIELD', waiters_key(h))
+    local body = run and not ended(h) and not leased(h) and C('GET', body_key(h))
+    if not body then
+      C('ZREM', SUSPECTS, h)
+    elseif alone and holding > 0 then
+      overdue = overdue or waited > EMPTIES_AFTER
+    elseif #tried < company and (#tried == 0 or #body <= room) then
+      C('ZREM', SUSPECTS, h)
+      hand_out(h, alone and '!' or '~', run, C('HGET', waiters_key(h), run), body, C('HGET', tries_key(h), 'log'))
+      tried[#tried + 1] = h
+      together = math.min(together, company)
+      length = math.max(length, TRIAL * 2 ^ (strikes(h) - SUSPECT_FROM))
     end
+  end
+  if #tried > 0 then
     write_leases()
-    if #out > 0 then
-      if C('GET', Q .. 'clearing') == worker then C('DEL', Q .. 'clearing') end
-      wake()
-      return answer(0, 1)
-    end
-  elseif now - tonumber(oldest[2]) > SUSPECT_WAIT then
+    C('SADD', ON_TRIAL, unpack(tried))
+    C('PEXPIRE', ON_TRIAL, length)
+    if C('GET', Q .. 'clearing') == worker then C('DEL', Q .. 'clearing') end
+    wake()
+  end
+  return overdue
+end
+
+if want > 0 and C('EXISTS', SUSPECTS) == 1 then
+  local overdue = try_suspects()
+  if #out > 0 then return answer(0, 1) end
+  if overdue then
     -- Only the first time: a worker with room would be woken by itself for as long as it empties.
     if C('SET', Q .. 'clearing', worker, 'NX', 'PX', 6 * lease) then
       wake()
@@ -74,6 +116,29 @@ if oldest[1] then
     if C('GET', Q .. 'clearing') == worker then
       C('PEXPIRE', Q .. 'clearing', 6 * lease)
       return answer(0, 1)
+    end
+  end
+end
+
+-- How many of these turns have a record of this kind.
+local function having(record_key, hashes)
+  local keys = {}
+  for i, h in ipairs(hashes) do keys[i] = record_key(h) end
+  return C('EXISTS', unpack(keys))
+end
+
+-- Drop the hints at the head that nobody wants, or that are answered, by the hundred where all of a hundred
+-- are: a run that left its turns leaves thousands behind, and nobody must wait until each has been looked at.
+local function drop_dead(list)
+  local many = 100
+  while many >= 1 and work < work_limit do
+    local hints = C('LRANGE', list, 0, many - 1)
+    if #hints == 0 then return end
+    work = work + 1 + many / 10  -- takes as long as to look at so many
+    if having(waiters_key, hints) == 0 or having(reply_key, hints) == #hints then
+      C('LPOP', list, #hints)
+    else
+      many = many / 10
     end
   end
 end
@@ -118,6 +183,7 @@ local function serve(class, limit)
       if work >= work_limit then break end
     end
     if used > 0 then C('LPOP', list, used) end
+    if used > 0 and taken == 0 then drop_dead(list) end
     write_leases()
     -- The last turn's place in time, not the first's: who comes back meanwhile starts from there.
     if taken > 0 then served_at = vt + (taken - 1) / weight end

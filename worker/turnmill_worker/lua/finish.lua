@@ -8,21 +8,29 @@
 local hashes = {}
 for i = 1, #ARGV, 6 do hashes[#hashes + 1] = ARGV[i] end
 local owners = C('HMGET', OWNERS, unpack(hashes))
-local done_of, failed_of, answered = {}, {}, {}
+local done_of, failed_of, answered, new, records = {}, {}, {}, {}, {}
 local replies, bytes = 0, 0
+
+-- New replies and traces are written together: a command for each would take twice as long.
+local function write_records()
+  if #records > 0 then C('MSET', unpack(records)) end
+  records = {}
+end
 
 local function store_reply(h, reply, trace)
   answered[#answered + 1] = h
-  if not C('SET', reply_key(h), reply, 'NX') then return 0 end
-  C('SET', trace_key(h), trace)
+  local known = C('EXISTS', reply_key(h), failure_key(h), tries_key(h)) > 0
+  if new[h] or known and C('EXISTS', reply_key(h)) == 1 then return 0 end
+  local runs, had_failed, last = C('HKEYS', waiters_key(h)), 0, #records
+  new[h] = true
+  records[last + 1], records[last + 2], records[last + 3], records[last + 4] = reply_key(h), reply, trace_key(h), trace
   replies, bytes = replies + 1, bytes + #reply + #trace
-  local had_failed = 0
-  if C('EXISTS', failure_key(h), tries_key(h)) > 0 then
+  if known then
     had_failed = C('DEL', failure_key(h))
-    C('DEL', tries_key(h))
+    C('DEL', tries_key(h), partial_key(h))
     C('ZREM', SUSPECTS, h)
   end
-  for _, run in ipairs(C('HKEYS', waiters_key(h))) do
+  for _, run in ipairs(runs) do
     done_of[run] = (done_of[run] or 0) + 1
     failed_of[run] = (failed_of[run] or 0) - had_failed
   end
@@ -53,6 +61,7 @@ end
 
 local function finish(i, h, token, verb, a, b, trace)
   if verb == 'ok' then return store_reply(h, b, trace) end
+  write_records()
   local owner = owners[i]
   if not owner or token_of(owner) ~= token or C('HGET', OWNERS, h) ~= owner then return 0 end
   return release(h, owner, verb, a, b, trace)
@@ -64,6 +73,7 @@ for i, h in ipairs(hashes) do
   local fine, result = pcall(finish, i, h, ARGV[k + 1], ARGV[k + 2], ARGV[k + 3], ARGV[k + 4], ARGV[k + 5])
   results[i] = fine and result or -1
 end
+write_records()
 if #answered > 0 then
   C('HDEL', OWNERS, unpack(answered))
   C('ZREM', LEASES, unpack(answered))

@@ -7,6 +7,18 @@ for i = 1, #ARGV, 2 do
   tokens[#tokens + 1] = ARGV[i + 1]
 end
 local lost, unwanted, renewed = {}, {}, {}
+
+-- A run that is being cancelled leaves what runs before what waits.
+local leaving = C('SMEMBERS', Q .. 'sweeping')
+local function leave_early(h)
+  for _, run in ipairs(leaving) do
+    if C('SREM', Q .. 'sweep:' .. run, h) == 1 then
+      C('SADD', Q .. 'turns:' .. run, h)
+      leave(h, run, 'cancelled')
+    end
+  end
+end
+
 if #hashes > 0 then
   local owners, scores = C('HMGET', OWNERS, unpack(hashes)), C('ZMSCORE', LEASES, unpack(hashes))
   for i, h in ipairs(hashes) do
@@ -21,10 +33,13 @@ if #hashes > 0 then
       end
       renewed[#renewed + 1] = now + lease
       renewed[#renewed + 1] = h
-      if not wanted(h) then unwanted[#unwanted + 1] = h end
     end
   end
   if #renewed > 0 then C('ZADD', LEASES, unpack(renewed)) end
+  for i = 2, #renewed, 2 do
+    leave_early(renewed[i])
+    if not wanted(renewed[i]) then unwanted[#unwanted + 1] = renewed[i] end
+  end
 end
 
 -- Upkeep of the queue, after the own renewals: whoever is alive does it.
@@ -45,5 +60,5 @@ if run then
   end
   if C('EXISTS', SWEEP) == 0 then C('SREM', Q .. 'sweeping', run) end
 end
-if again or #late == 100 or C('EXISTS', Q .. 'sweeping') == 1 then again = 1 else again = 0 end
+if forget_over() or again or #late == 100 or C('EXISTS', Q .. 'sweeping') == 1 then again = 1 else again = 0 end
 return { lost, unwanted, again }
