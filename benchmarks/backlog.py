@@ -101,6 +101,7 @@ class Backlog:
                     await asyncio.sleep(0.01)
                 worker.terminate()
                 await asyncio.to_thread(worker.wait)
+            await fill(self.farm, self.take(await _done(client) - before - put_in))
         with redis.Redis.from_url(self.on.url) as sync:
             times = sorted(finish_times(sync, MODEL))
         return rate(times[WARM_UP:wanted])

@@ -28,7 +28,7 @@ from turnmill.holdings import Holdings
 from turnmill.queue import BATCH_BYTES, BATCH_TURNS, Ask, Depth, Lane, Queue, State
 from turnmill.reply import Reply, Trace
 from turnmill.settings import Farm, check_name
-from turnmill.store import BenchedWorker, Ending, RunInfo, Store, WorkerInfo
+from turnmill.store import READ_BATCH, BenchedWorker, Ending, RunInfo, Store, WorkerInfo
 from turnmill.tasks import end_tasks
 from turnmill.turn import Turn
 from turnmill.wire import encode_turn
@@ -368,6 +368,11 @@ class Client:
                 self._send(model, waiting)
 
     async def _resolve(self, hashes: list[str]) -> None:
+        # By the page: what was read stays read, so that it ends even if Redis never answers for long.
+        for start in range(0, len(hashes), READ_BATCH):
+            await self._resolve_page(hashes[start : start + READ_BATCH])
+
+    async def _resolve_page(self, hashes: list[str]) -> None:
         try:
             endings = await patiently(
                 lambda: self.store.endings(self.lane.run, hashes),
@@ -383,7 +388,7 @@ class Client:
                     self._drop(self._pending[hashes[0]], error)
                 return
             for hash in hashes:
-                await self._resolve([hash])
+                await self._resolve_page([hash])
             return
         for hash, ending in endings.items():
             pending = self._pending.pop(hash, None)

@@ -89,4 +89,4 @@ async def patiently(
                 log.warning("Redis is back after %.1f s", time.monotonic() - started)
             return result
         await asyncio.sleep(pause)
-        pause = min(pause * 2, 1.0)
+        pause = min(pause * 2, 0.25)

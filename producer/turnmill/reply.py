@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -72,6 +73,11 @@ class EngineIdentity(_Record):
     revision: str | None = None
     dtype: str | None = None
     template_digest: str | None = None
+
+    @cached_property
+    def fields(self) -> dict[str, str]:
+        """Those that are known: what every trace of the engine says of it."""
+        return self.model_dump(exclude_none=True)
 
 
 class Times(_Record):

@@ -160,6 +160,7 @@ def _turn(text: str, max_tokens: int, sample: int = 0) -> Turn:
                 "max_tokens": max_tokens,
                 "ignore_eos": True,
                 "logprobs": True,
+                "repetition_penalty": 1.0,  # the model has one, and then nothing can be kept
             },
         }
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Sequence
+
+from tests.processes import until_async
 
 from turnmill.client import Client
 from turnmill.queue import Depth
@@ -16,6 +19,9 @@ from turnmill_worker.engines.sim import history_hash
 HASHING = ("--answer", "history-hash")
 """Arguments of the scripted engine: what it answers proves that the whole turn came through."""
 
+PATIENCE = 60.0
+"""Seconds until all that was asked must have ended."""
+
 
 def turns(count: int, name: str = "turn") -> list[Turn]:
     return [
@@ -24,6 +30,29 @@ def turns(count: int, name: str = "turn") -> list[Turn]:
         )
         for i in range(count)
     ]
+
+
+class Asked:
+    """Turns that a client waits for, all at once."""
+
+    def __init__(self, client: Client, asked: Sequence[Turn]) -> None:
+        self.turns = asked
+        self._asks = [asyncio.ensure_future(client.ask(turn)) for turn in asked]
+
+    @property
+    def ended(self) -> int:
+        return sum(ask.done() for ask in self._asks)
+
+    async def until_ended(self, count: int) -> None:
+        async def reached() -> bool:
+            return self.ended >= count
+
+        await until_async(reached, f"{count} turns have ended", PATIENCE)
+        assert self.ended < len(self._asks), "nothing is left for the fault to disturb"
+
+    async def end_right(self, seconds: float = PATIENCE) -> None:
+        endings = await asyncio.wait_for(asyncio.gather(*self._asks), seconds)
+        assert right(self.turns, endings)
 
 
 async def all_is_well(

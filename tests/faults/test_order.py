@@ -184,7 +184,7 @@ async def test_larger_priorities_go_first_and_nothing_starves(
     ]
     served = [priority for _, priority in sorted(order)]
     assert len(served) == 450
-    # One claim's share for the one that had waited; all else class by class.
+    # One claim's share for the one that had waited; all else class by class, but where two claims overlap.
     assert 1 in served[:SLOTS]
-    assert served[:150].count(9) >= 148
-    assert served[150:300].count(5) >= 146
+    assert served[:150].count(9) >= 150 - SLOTS
+    assert served[150:300].count(5) >= 150 - SLOTS

@@ -4,60 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-from redis.asyncio import Redis
-from tests.faults.aftermath import HASHING, all_is_well, right, traces, turns
+from tests.faults.aftermath import HASHING, Asked, all_is_well, traces, turns
 from tests.faults.proxy import Forwarder
 from tests.processes import SimWorker, ValkeyServer, until, until_async
 
 from turnmill.client import Client
 from turnmill.settings import Farm
-from turnmill.store import Ending
-from turnmill.turn import Turn
 
 WorkerFactory = Callable[..., SimWorker]
 ServerFactory = Callable[..., ValkeyServer]
 
 pytestmark = pytest.mark.faults
-
-PATIENCE = 60.0
-"""Seconds until all that was asked must have ended."""
-
-
-class Asked:
-    """Turns that a client waits for, all at once."""
-
-    def __init__(self, client: Client, asked: Sequence[Turn]) -> None:
-        self.turns = asked
-        self._asks = [asyncio.ensure_future(client.ask(turn)) for turn in asked]
-
-    @property
-    def ended(self) -> int:
-        return sum(ask.done() for ask in self._asks)
-
-    async def until_ended(self, count: int) -> None:
-        async def reached() -> bool:
-            return self.ended >= count
-
-        await until_async(reached, f"{count} turns have ended", PATIENCE)
-        assert self.ended < len(self._asks), "nothing is left for the fault to disturb"
-
-    async def end_right(self, seconds: float = PATIENCE) -> None:
-        endings = await asyncio.wait_for(asyncio.gather(*self._asks), seconds)
-        assert right(self.turns, endings)
 
 
 @pytest.fixture
@@ -117,6 +86,7 @@ async def test_a_server_stopped_for_30_s_under_a_lease_of_10_s_costs_nobody_anyt
     client = ask(farm)
     asked = Asked(client, turns(40))
     await running(client, 40)
+    worker("--slots", "40", sim=HASHING, farm=farm, lease=10.0)  # it would take what lapses
     server.signal(signal.SIGSTOP)
     stopped = time.monotonic()
     await asyncio.sleep(30)  # the fault itself
@@ -247,3 +217,34 @@ async def test_a_failover_that_loses_acknowledged_writes(
             await Asked(again, asked).end_right()
         await all_is_well(again, [*early.turns, *late.turns], tries=("handback", "lapse"))
         assert one.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [(("worker", "--engine", "sim"), 2), (("run", "in.jsonl", "--run", "r"), 3)],
+    ids=["worker", "run"],
+)
+@pytest.mark.parametrize("password", ["", "guess"])
+def test_a_wrong_password_is_said_in_one_line(
+    command: tuple[str, ...],
+    code: int,
+    password: str,
+    own_valkey: ServerFactory,
+    tmp_path: Path,
+) -> None:
+    server = own_valkey(requirepass="secret")
+    (tmp_path / "in.jsonl").write_text('{"id": "c", "turns": ["Hello"]}\n')
+    url = f"{server.url}?password={password}" if password else server.url
+    done = subprocess.run(
+        [sys.executable, "-m", "turnmill", *command],
+        cwd=tmp_path,
+        env={**os.environ, "REDIS_URL": url},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("turnmill")]
+    assert "invalid username-password pair" in said or "Authentication required" in said
+    assert "Traceback" not in done.stderr
+    assert "guess" not in done.stderr

@@ -228,3 +228,24 @@ async def test_told_twice_it_hands_back_at_once(
     heir = await id_of(asking, second)
     assert {(t.worker, *earlier(t)) for t in traces} == {(heir, "drain")}
     assert max(t.times.claimed for t in traces) - told <= 1
+
+
+async def test_told_to_end_while_it_claims_it_keeps_nothing(
+    worker: WorkerFactory, asking: Client
+) -> None:
+    batch = await Batch.asked(asking, numbered("turn", 200))
+    # What a CLAIM brings after the others were handed back must not stay. Three times, for it is a race.
+    for _ in range(3):
+        first = worker("--slots", "200", "--drain", "0", sim=("--latency", "3600"), registers=False)
+
+        async def claims() -> bool:
+            return bool(await holders(asking))
+
+        await until_async(claims, "it has claimed turns")
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 0
+        assert not await holders(asking)
+    worker("--slots", "200", sim=HASHING)
+    await batch.answered()
+    assert (await batch.audit()).clean
+    assert {outcome for trace in await batch.traces() for outcome in earlier(trace)} <= {"drain"}

@@ -61,7 +61,7 @@ class _Try(NamedTuple):
             "worker": self.worker,
             "outcome": outcome,
             "earlier": claim.earlier,
-            "engine": self.identity,
+            "engine": self.identity.fields,
             "request": progress.request,
             "times": progress.times(claim.enqueued, claim.claimed),
             "cached_tokens": usage.cached_tokens,

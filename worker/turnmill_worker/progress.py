@@ -13,6 +13,7 @@ from typing import Protocol
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
+from turnmill.faults import passes
 from turnmill.keys import Keys
 from turnmill.reply import EngineIdentity
 from turnmill.scripts import call
@@ -71,7 +72,11 @@ class Keeper:
             try:
                 await self.keep()
             except FAULTS as error:
-                log.debug("growing answers cannot be kept now: %s", error)
+                log.log(
+                    logging.DEBUG if passes(error) else logging.ERROR,
+                    "growing answers cannot be kept now: %s",
+                    error,
+                )
 
     async def keep(self) -> None:
         """Keep what has grown, now. Raises what Redis raises; what was not kept is sent next time."""

@@ -387,6 +387,8 @@ class TurnWorker(Worker):
                 await self.on_job_start(context)
             if claim.log:
                 running.progress.kept = await self._keeper.read(claim.hash)
+                if running.ending:  # redis-py can swallow a cancellation
+                    raise asyncio.CancelledError
             job = self.functions["answer_turn"].coroutine
             finish = await job(context, claim, running.progress)
             self.jobs_complete += 1
@@ -407,6 +409,8 @@ class TurnWorker(Worker):
             del self._running[claim.hash]
         self.counters.count(finish, running.progress.reply)
         self.counters.made += running.progress.made
+        # It may lead back to the progress: a circle, which only the garbage collector would free.
+        running.progress.growing = None
         self._exchanges.finished.append(finish)
         self._exchanges.more = True
         self._kick.set()

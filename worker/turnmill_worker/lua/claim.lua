@@ -24,11 +24,16 @@ local function hand_out(h, mark, run, waiter, body, log)
   room = room - #body
 end
 
+-- A hash of up to 512 entries is a list to Valkey, and every look-up goes through it. A value beyond 64 bytes makes it
+-- a table for as long as it lives.
 local function write_leases()
+  local first = #owners > 0 and C('EXISTS', OWNERS) == 0
+  if first then C('HSET', OWNERS, '', ('-'):rep(65)) end
   for i = 1, #owners, 1000 do
     C('HSET', OWNERS, unpack(owners, i, math.min(#owners, i + 999)))
     C('ZADD', LEASES, unpack(leases, i, math.min(#leases, i + 999)))
   end
+  if first then C('HDEL', OWNERS, '') end
   owners, leases = {}, {}
 end
 

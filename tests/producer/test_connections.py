@@ -1,0 +1,31 @@
+"""Connections that end under our hands."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import redis.exceptions
+import uvloop
+from tests.processes import ValkeyServer
+
+from turnmill.settings import Farm
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_writing_to_a_connection_that_has_just_ended_is_a_connection_error(
+    valkey: ValkeyServer, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def write() -> None:
+        connection = Farm(valkey.url).pool(connections=1).make_connection()
+        await connection.connect()
+        connection._writer.transport.abort()  # as when the server's end arrives between two writes
+        await asyncio.sleep(0)
+        with pytest.raises(redis.exceptions.ConnectionError):
+            await connection.send_command("PING", check_health=False)
+        await connection.disconnect(nowait=True)
+
+    with contextlib.closing(new_loop()) as loop:
+        loop.run_until_complete(write())
