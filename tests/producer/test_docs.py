@@ -30,8 +30,8 @@ from turnmill.store import BenchedWorker, WorkerInfo
 from turnmill.wire import decode
 from turnmill_worker.cli import worker as worker_command
 from turnmill_worker.engines import load
+from turnmill_worker.scripts import ALL
 from turnmill_worker.engines.base import EngineSettings
-from turnmill_worker.scripts import CLAIM, FINISH, RECOVER, RENEW
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -253,8 +253,8 @@ def test_every_key_is_in_the_tables() -> None:
     rows = re.findall(r"^\| `([NQ])` `([\w:]+)` \|", text, re.MULTILINE)
     documented = {(prefix, re.sub(r"[A-Z]+", "*", name)) for prefix, name in rows}
 
-    of_producers, of_workers = (ENQUEUE, CANCEL, FORGET, RESTORE), (CLAIM, RENEW, FINISH, RECOVER)
-    scripts = "\n".join(s.text for s in (*of_producers, *of_workers))
+    of_producers = (ENQUEUE, CANCEL, FORGET, RESTORE)
+    scripts = "\n".join(s.text for s in (*of_producers, *ALL))
     used = set()
     for prefix, name, goes_on in re.findall(r"\b([NQ]) \.\. '([\w:]+)'( \.\.)?", scripts):
         used.add((prefix, re.sub(r":.*", "", name)) if goes_on else (prefix, name))
@@ -438,7 +438,21 @@ async def test_the_examples_of_the_library_are_answered(
 ) -> None:
     worker("--served-name", "Qwen/Qwen3-8B")
     monkeypatch.setenv("TURNMILL_NAMESPACE", farm.namespace)
-    (text,) = [b.text for b in BLOCKS if b.document == document and b.language == "python"]
+    (text,) = [
+        block.text
+        for block in BLOCKS
+        if (block.document, block.language, block.kind) == (document, "python", "")
+    ]
     known: dict[str, Any] = {}
     exec(text.replace("redis://127.0.0.1:6379", farm.url), known)
     assert await known["answer"]("What is a tide?") == "What is a tide?"
+
+
+async def test_a_client_of_arq_gets_its_reply(farm: Farm, worker: Callable[..., SimWorker]) -> None:
+    worker()
+    text = the_example("arq", "library.md").replace("turnmill:q:sim", f"{farm.namespace}:q:sim")
+    known: dict[str, Any] = {"url": farm.url}
+    body = "".join(f"    {line}\n" for line in text.splitlines())
+    exec(f"async def ask(url):\n{body}    await pool.aclose()\n    return reply\n", known)
+    reply = await known["ask"](farm.url)
+    assert reply["message"]["content"] == "Hello"
