@@ -48,9 +48,7 @@ def run(rounds: int, say: Say) -> Result:
             process(_worker_command(model), environment) as worker,
             redis.Redis.from_url(on.url) as client,
         ):
-            wait_for(
-                lambda: bool(client.exists(Keys().workers)), worker, seconds=START_SECONDS
-            )
+            wait_for(lambda: bool(client.exists(Keys().workers)), worker, seconds=START_SECONDS)
             number = iter(range(2 * rounds + 2))
 
             def once(*, ahead: bool) -> Tokens:

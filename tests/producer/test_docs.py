@@ -30,8 +30,8 @@ from turnmill.store import BenchedWorker, WorkerInfo
 from turnmill.wire import decode
 from turnmill_worker.cli import worker as worker_command
 from turnmill_worker.engines import load
-from turnmill_worker.scripts import ALL
 from turnmill_worker.engines.base import EngineSettings
+from turnmill_worker.scripts import ALL
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
