@@ -9,9 +9,9 @@ from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
 
+from turnmill.connections import mended
 from turnmill.errors import UsageError
 from turnmill.keys import DEFAULT_NAMESPACE, Keys
-from turnmill.packing import packing
 
 SOCKET_SECONDS = 30
 """An answer that takes longer means that the connection is dead. Above every blocking command's wait."""
@@ -60,7 +60,7 @@ class Farm:
             pool = BlockingConnectionPool.from_url(
                 self.url, max_connections=connections, timeout=None, **options
             )
-            pool.connection_class = packing(pool.connection_class)
+            pool.connection_class = mended(pool.connection_class)
             pool.make_connection()  # type: ignore[no-untyped-call]  # does not connect, but sees options that are none
             return pool
         except (ValueError, TypeError) as error:

@@ -274,7 +274,7 @@ async def test_progress_is_told_in_order(engine: Engine) -> None:
 LONG = {"ignore_eos": True, "max_tokens": 100, "repetition_penalty": 1.0}
 """The penalty, because a model may have one of its own; see generation_config.json."""
 
-KEEP_NOTHING = {"llama.cpp"}
+KEEP_NOTHING = {"xllamacpp"}
 
 VARIANTS = [
     pytest.param({}, id="plain"),

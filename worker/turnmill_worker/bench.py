@@ -115,7 +115,9 @@ class Bench:
                         self._sit_out(connection, standing)
                     log.warning("off the bench")
         except (RedisError, OSError) as error:
-            log.warning("whether this worker is benched cannot be seen: %s", error)
+            log.debug(
+                "whether this worker is benched cannot be seen: %s", error
+            )  # it will wait for Redis, and say so
 
     def _sit_out(self, connection: redis.Redis, standing: _Standing) -> None:
         end = time.monotonic() + standing.left
