@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -194,6 +195,7 @@ async def test_an_engine_that_does_not_start_has_crashed(
 
 
 def test_a_redis_that_does_not_answer_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "turnmill")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         bench = Bench(Farm(f"redis://127.0.0.1:{port}"), Station.here("sim", None))
