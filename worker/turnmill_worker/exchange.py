@@ -101,9 +101,16 @@ class Exchanges:
         """Whether a CLAIM of an empty worker is under way."""
         return any(exchange.token and not exchange.holding for exchange in self._under_way)
 
+    @property
+    def _recovering(self) -> bool:
+        """Whether a CLAIM that was not answered is still to be cleared up."""
+        return bool(self._unanswered) or any(e.unanswered for e in self._under_way)
+
     def start(self, room: int, held: int) -> bool:
         """Say to Redis what there is to say, and claim `room` turns for a worker that holds `held`; False if
         there is nothing to say, or both lanes are taken."""
+        if self._recovering:
+            room = 0  # or each CLAIM that is lost while Redis is away leaves one more to clear up
         if len(self._under_way) >= AT_ONCE or not (room or self.finished or self._unanswered):
             return False
         exchange = _Exchange(self.finished, self._unanswered, min(room, CLAIM_TURNS))
