@@ -59,8 +59,10 @@ def _connect(on: EmbeddedServer) -> socket.socket:
 
 
 def _read_until(connection: socket.socket, end: bytes) -> bytes:
-    received = bytearray()
-    while not received.endswith(end):
+    """What is received up to `end`, and a little more: a worker that has nothing to do goes on talking."""
+    received, seen = bytearray(), 0
+    while received.find(end, max(0, seen - len(end))) < 0:
+        seen = len(received)
         data = connection.recv(1 << 20)
         if not data:
             raise ConnectionError("the server closed the connection")

@@ -329,3 +329,38 @@ async def test_answers_are_kept_while_redis_refuses_the_worker(
         endings = await asking.wait_many(hashes, 30)
         assert all(isinstance(ending, Reply) for ending in endings.values())
         assert [(await trace(asking, hash)).earlier for hash in hashes] == [[]] * 4
+
+
+def test_told_to_end_it_ends_although_redis_is_away(
+    own_valkey: Callable[..., ValkeyServer], worker: Callable[..., SimWorker]
+) -> None:
+    server = own_valkey()
+    one = worker(farm=Farm(server.url))
+    server.kill()
+    until(lambda: "leases cannot be renewed now" in one.log, "it misses Redis")
+    one.signal(signal.SIGTERM)
+    assert one.wait(10) == 0
+
+
+async def test_with_answers_in_hand_it_waits_for_redis_until_it_is_told_twice(
+    own_valkey: Callable[..., ValkeyServer], worker: Callable[..., SimWorker]
+) -> None:
+    server = own_valkey()
+    farm = Farm(server.url)
+    one = worker("--drain", "30", farm=farm, sim=("--latency", "2"))
+    async with Client(farm.url, patience=1) as client:
+        turn = Turn.model_validate({"model": "sim", "messages": [{"role": "user", "content": "x"}]})
+        await client.submit(turn)
+
+        async def running() -> bool:
+            return (await client.queue.depth("sim")).running == 1
+
+        await until_async(running, "the turn runs")
+        server.kill()
+    one.signal(signal.SIGTERM)
+    until(lambda: "draining" in one.log, "it has heard")
+    with pytest.raises(subprocess.TimeoutExpired):
+        one.wait(4)  # the answer is in hand by then
+    one.signal(signal.SIGTERM)
+    assert one.wait(10) == 0
+    assert "answers lost with us: 1" in one.log

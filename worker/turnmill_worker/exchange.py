@@ -59,6 +59,7 @@ class Exchanges:
     coroutine whose death is the worker's.
 
     `finished`: how turns ended, not yet handed in. `more`: whether asking for turns may bring any.
+    `away`: whether Redis did not take part in the last round trip.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Exchanges:
         self._taken, self._ended, self._spawn = taken, ended, spawn
         self.finished: list[Finish] = []
         self.more = True
+        self.away = False
         self._unanswered: list[str] = []
         self._under_way: set[_Exchange] = set()
         self._claims = 0
@@ -88,8 +90,13 @@ class Exchanges:
 
     @property
     def done(self) -> bool:
-        """Redis knows how every turn ended."""
+        """Redis knows how every turn ended, and nothing more is to be said."""
         return not (self._under_way or self.finished)
+
+    @property
+    def unstored(self) -> int:
+        """Turns of which Redis may not know yet how they ended."""
+        return len(self.finished) + sum(len(exchange.finished) for exchange in self._under_way)
 
     @property
     def claiming(self) -> int:
@@ -160,8 +167,10 @@ class Exchanges:
         commands = len(pipe)
         try:
             answers = await pipe.execute(raise_on_error=False)
+            self.away = False
         except FAULTS as error:
             answers = [error] * commands
+            self.away = True
         recovered = answers[: len(exchange.unanswered)]
         stored = answers[len(exchange.unanswered) : len(exchange.unanswered) + len(groups)]
         self._unanswered += [
@@ -169,6 +178,7 @@ class Exchanges:
             for token, answer in zip(exchange.unanswered, recovered, strict=True)
             if isinstance(answer, Exception)
         ]
+        exchange.finished, exchange.unanswered = [], []
         for group, answer in zip(groups, stored, strict=True):
             await self._handed_in(group, answer)
         if exchange.token:

@@ -101,7 +101,7 @@ class TurnWorker(Worker):
         self._crashed = crashed
         self._started = time.time()
         self._running: dict[str, _Running] = {}
-        self._stopping = self._handing_back = False
+        self._stopping = self._handing_back = self._told_twice = False
         self._lease = self.settings.lease
         self._background: set[asyncio.Task[Any]] = set()
         super().__init__(
@@ -183,6 +183,7 @@ class TurnWorker(Worker):
         """Drain: claim nothing more, finish what ends in time, hand back the rest. The second call hands
         back at once."""
         if self._stopping:
+            self._told_twice = True
             self._hand_back()
             return
         self._stopping = True
@@ -224,7 +225,7 @@ class TurnWorker(Worker):
         return Vitals(
             info=self.info(),
             in_engine=self.engine.running(),
-            unstored=len(self._exchanges.finished),
+            unstored=self._exchanges.unstored,
             silent=self._pulse.age(),
             ending=(self.crash or "the engine died") if self.exit_code else "",
         )
@@ -330,7 +331,7 @@ class TurnWorker(Worker):
             self._kick.clear()
             while self._exchanges.start(self._room(), len(self._running)):
                 pass
-            if self._stopping and not self._running and self._exchanges.done:
+            if self._stopping and not self._running and self._may_leave():
                 assert self.main_task is not None
                 self.main_task.cancel()
                 return
@@ -347,6 +348,16 @@ class TurnWorker(Worker):
             self._idle.clear()
         with contextlib.suppress(*FAULTS):
             await self.heart_beat()
+
+    def _may_leave(self) -> bool:
+        """Not before Redis has every answer; but a Redis that is away is waited for only with answers in hand,
+        and only until we are told to end once more."""
+        if self._exchanges.done:
+            return True
+        if self._exchanges.away and self._told_twice:
+            log.error("Redis is away; answers lost with us: %d", self._exchanges.unstored)
+            return True
+        return self._exchanges.away and not self._exchanges.unstored
 
     def _room(self) -> int:
         """How many turns to claim now: at most half of the slots at a time, so that one half is worked on
