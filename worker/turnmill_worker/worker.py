@@ -177,6 +177,8 @@ class TurnWorker(Worker):
             except FAULTS as error:
                 if not passes(error):
                     raise
+                if self._stopping:
+                    raise asyncio.CancelledError from None
                 await asyncio.sleep(BACK_OFF)
 
     def stop(self) -> None:
