@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +63,9 @@ class Measure:
     server_cpu: float
 
 
-def measure(
-    contender: Contender, filled: Path, workers: int = 1, enough: int | None = None
-) -> Measure:
-    """Let workers empty a queue, or end `enough` of its turns. `filled`: data of a server with a full queue."""
-    wanted = enough or contender.turns
+def measure(contender: Contender, filled: Path, workers: int = 1) -> Measure:
+    """Let workers empty a queue. `filled`: data of a server with a full queue."""
+    wanted = contender.turns
     with server(filled) as on, redis.Redis.from_url(on.url) as client, ExitStack() as stack:
         started = [contender.work(on, stack) for _ in range(workers)]
 
@@ -111,13 +109,14 @@ class Turnmill:
 @dataclass(frozen=True)
 class Kind:
     """A rival: what is installed for it, how many of its jobs have not ended, and where its results are:
-    a pattern of keys, and the field of the stored JSON that has what the job returned."""
+    a pattern of keys, and the field of the stored JSON that has what the job returned. `at_once`: jobs at once."""
 
     requirements: tuple[str, ...]
     left: Callable[[Any], int]
     results: str
     field: str
     about: str
+    at_once: int
 
     @property
     def packages(self) -> list[str]:
@@ -138,6 +137,7 @@ KINDS = {
         "arq:result:*",
         "r",
         "max_jobs {}, poll_delay 0.01",
+        20,
     ),
     "saq": Kind(
         (
@@ -150,6 +150,7 @@ KINDS = {
         "saq:job:bench:*",
         "result",
         "concurrency {}",
+        50,
     ),
     "streaq": Kind(
         ("streaq==7.2.0", "coredis==6.9.0", "uvloop==0.23.0"),
@@ -157,6 +158,7 @@ KINDS = {
         "streaq:bench:task:results:*",
         "r",
         "concurrency {}, as many prefetched",
+        50,
     ),
     "taskiq": Kind(
         ("taskiq==0.13.0", "taskiq-redis==1.2.4", "redis[hiredis]==8.1.0", "uvloop==0.23.0"),
@@ -164,26 +166,36 @@ KINDS = {
         "result:*",
         "return_value",
         "streams with acknowledgement, max_async_tasks {}, as many prefetched",
+        50,
     ),
 }
+"""`at_once`: what was fastest for no-ops by the median of all trials, on two noisy cores with Redis beside: 10, 20 and
+50 were tried four or five times in turns, 100 and 200 once or twice. From 10 to 50 the medians differ by less than
+one setting does from trial to trial, save for streaq; in no round was 100 or 200 the fastest."""
 
 
 class Rival:
     """A stock worker of another queue, in an environment of its own: JSON, results stored, uvloop."""
 
-    def __init__(self, name: str, python: Path, turns: int, at_once: int) -> None:
-        self.turns, self._at_once, self._kind = turns, at_once, KINDS[name]
-        self._script: list[str | Path] = [
-            python,
-            Path(__file__).parent / "rivals" / f"{name}_jobs.py",
-        ]
+    def __init__(self, name: str, turns: int, say: Say) -> None:
+        self.turns, self._kind = turns, KINDS[name]
+        self._python = rival_python(name, self._kind.requirements, say)
+        self._script = [self._python, Path(__file__).parent / "rivals" / f"{name}_jobs.py"]
+
+    @property
+    def about(self) -> str:
+        kind = self._kind
+        return (
+            f"{kind.about.format(kind.at_once)}, JSON, results stored; {self.turns:,} jobs of about 1 kB queued "
+            f"before; {versions_in(self._python, kind.packages)}"
+        )
 
     def fill(self, on: EmbeddedServer) -> None:
         command = [*self._script, "fill", socket_path(on), str(self.turns)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     def work(self, on: EmbeddedServer, stack: ExitStack) -> subprocess.Popen[bytes]:
-        command = [*self._script, "work", socket_path(on), str(self._at_once)]
+        command = [*self._script, "work", socket_path(on), str(self._kind.at_once)]
         return stack.enter_context(process(command))
 
     def ended(self, client: redis.Redis) -> int:
@@ -197,25 +209,6 @@ class Rival:
             results = (from_json(record).get(self._kind.field) for record in records)
             times += [result["trace"]["times"]["finished"] for result in results if result]
         return times
-
-
-def tuned(
-    name: str, turns: int, filled: Path, at_once: Sequence[int], enough: int, say: Say
-) -> tuple[Rival, dict[str, str]]:
-    """A rival with what suits it best here, and what to say of it. `filled` is filled with its jobs."""
-    kind = KINDS[name]
-    python = rival_python(name, kind.requirements, say)
-    fill(Rival(name, python, turns, 0), filled)
-    rates = {}
-    for number in at_once:
-        rates[number] = measure(Rival(name, python, turns, number), filled, enough=enough).rate
-        say(f"trying {name} with {kind.about.format(number)}: {rates[number]:.0f} jobs/s")
-    best = max(rates, key=lambda number: rates[number])
-    about = {
-        name: f"{kind.about.format(best)} (the best of {', '.join(map(str, at_once))}), JSON, results stored; "
-        f"{turns:,} jobs of about 1 kB queued before; {versions_in(python, kind.packages)}"
-    }
-    return Rival(name, python, turns, best), about
 
 
 def fill(contender: Contender, folder: Path) -> None:

@@ -17,11 +17,11 @@ from benchmarks.contenders import (
     SLOTS,
     Contender,
     Measure,
+    Rival,
     Say,
     Turnmill,
     fill,
     measure,
-    tuned,
 )
 from benchmarks.farm import server_version
 from benchmarks.measure import Spread, interleaved
@@ -31,10 +31,8 @@ from benchmarks.turns import turn
 from turnmill.wire import encode_turn
 
 GOAL, AHEAD = 7.0, 1.0
-TURNS, RAW_TURNS, RIVAL_JOBS = 19_000, 5_000, 2_500
+TURNS, RAW_TURNS, RIVAL_JOBS = 19_000, 5_000, 1_500
 """The stream of finished turns, from which the times are taken, holds 20,000."""
-AT_ONCE, ENOUGH = (10, 50, 100, 200), 1_000
-"""Tried before the rounds, with so many jobs each: a rival is measured with what suits it best here."""
 
 
 def run(rounds: int, say: Say) -> Result:
@@ -48,10 +46,12 @@ def _run(folder: Path, rounds: int, say: Say) -> Result:
         "turnmill": f"sim engine, no latency, {SLOTS} slots; {TURNS:,} turns of {len(encode_turn(turn(0)))} B queued "
         "before; reply and trace stored"
     }
-    fill(contenders["turnmill"], folder / "turnmill")
-    for rival in KINDS:
-        contenders[rival], about = tuned(rival, RIVAL_JOBS, folder / rival, AT_ONCE, ENOUGH, say)
-        settings |= about
+    for name in KINDS:
+        rival = Rival(name, RIVAL_JOBS, say)
+        contenders[name], settings[name] = rival, rival.about
+    for name, contender in contenders.items():
+        say(f"filling {name}")
+        fill(contender, folder / name)
     few = Turnmill(RAW_TURNS)
     fill(few, folder / "raw")
     say("recording the commands of the scripts")

@@ -18,7 +18,9 @@ from turnmill.queue import Depth
 from turnmill.reply import Reply
 from turnmill.scripts import CANCEL, ENQUEUE, Script
 from turnmill.settings import Farm
-from turnmill_worker.scripts import CLAIM, FINISH, RECOVER, RENEW
+from turnmill_worker.engines.base import EngineSettings, Progress
+from turnmill_worker.engines.sim import build
+from turnmill_worker.scripts import CLAIM, FINISH, KEEP, RECOVER, RENEW
 
 WorkerFactory = Callable[..., SimWorker]
 
@@ -105,6 +107,37 @@ async def test_a_worker_that_is_not_told_hears_it_at_the_next_renewal(
     await asking.cancel([slow])
     assert isinstance(await asyncio.wait_for(asking.ask(turns(1, "quick")[0]), 30), Reply)
     assert proxy.lost == 2
+
+
+async def test_what_is_kept_twice_is_one_answer(
+    worker: WorkerFactory, lossy: Farm, proxy: LossyProxy, asking: Client
+) -> None:
+    answers = (*HASHING, "--answer-tokens", "300")
+    growing = (*answers, "--tokens-per-second", "100")
+    first = worker("--keep-every", "0.2", sim=growing, farm=lossy)
+    asked = turns(8)
+    waiting = asyncio.gather(*map(asking.ask, asked))
+
+    async def kept(count: int) -> bool:
+        tries = [lossy.keys.tries(turn.hash) for turn in asked]
+        counts = [await asking.store.redis.hget(key, "kept") for key in tries]  # type: ignore[misc]
+        return all(int(have or 0) > count for have in counts)
+
+    proxy.lose(KEEP)  # the beginnings
+    await until_async(partial(kept, 50))
+    proxy.lose(KEEP, times=2)  # and parts behind them
+    await until_async(partial(kept, 120))
+    assert proxy.lost == 3
+    first.kill()
+    worker("--keep-every", "0.2", sim=growing, farm=lossy)
+    endings = await asyncio.wait_for(waiting, 30)
+    undisturbed = build(EngineSettings(arguments=answers))
+    for turn, ending in zip(asked, endings, strict=True):
+        assert isinstance(ending, Reply)
+        whole = await undisturbed.answer(turn, turn.hash, Progress())
+        assert ending.message.content == whole.message["content"]
+    await all_is_well(asking, asked, tries=["lapse"])
+    assert all((trace.resumed_at or 0) > 100 for trace in await traces(asking, asked))
 
 
 async def test_a_hand_back_sent_twice_leaves_the_next_claim_alone(

@@ -148,6 +148,7 @@ async def test_at_full_memory_workers_begin_hold_their_leases_and_drain_the_queu
     worker("--slots", "20", sim=sim, farm=farm)
     await asked.end_right()
     await all_is_well(client, asked.turns, tries=())
+    assert len({trace.worker for trace in await traces(client, asked.turns)}) == 2
 
 
 async def test_a_producer_says_once_that_memory_is_full_and_goes_on_when_there_is_room(

@@ -133,8 +133,12 @@ class Exchanges:
         return True
 
     async def load_scripts(self) -> None:
+        pipe = self._pool().pipeline(transaction=False)
         for script in scripts.ALL:
-            await self._pool().script_load(script.text)
+            pipe.script_load(script.text)
+        for answer in await pipe.execute(raise_on_error=False):
+            if isinstance(answer, Exception):
+                raise answer  # as Redis put it: `passes` goes by its first word
 
     async def publish_scripts(self, key: str) -> None:
         """Leave the text of the scripts that producers call, for those in other languages."""
@@ -232,6 +236,7 @@ class Exchanges:
         if isinstance(problem, NoScriptError):
             with contextlib.suppress(*FAULTS):
                 await self.load_scripts()
+                return  # at once: they may be forgotten again
         elif not passes(problem):
             log.error("Redis refuses: %s", problem)
             await asyncio.sleep(REFUSED_BACK_OFF)

@@ -29,6 +29,10 @@ UPKEEP_CALLS = 50
 LONGEST_STEP = 0.5
 """Seconds. Below a quarter of the lease, because here a worker hears that nobody wants a turn any more."""
 
+QUICK_TRIES = 20
+QUICK_BACK_OFF = 0.05
+"""Seconds. A connection that was cut is made anew at once; only a Redis that stays away is left alone for a step."""
+
 Held = list[tuple[str, str]]
 """Turns by hash, each with the token of its claim: the same turn may be claimed again by the same worker."""
 
@@ -67,20 +71,22 @@ class LeaseKeeper(threading.Thread):
         )
 
     def run(self) -> None:
-        away = False
+        failed = 0  # in a row
         while True:
             try:
                 self._beat()
-                if away:
+                if failed:
                     log.warning("Redis is back; leases are renewed again")
-                away, self._counters.registered = False, True
+                failed, self._counters.registered = 0, True
             except (RedisError, OSError) as error:
-                if not away:
+                if not failed:
                     log.warning("leases cannot be renewed now: %s", error)
-                away, self._counters.registered = True, False
+                failed += 1
+                self._counters.registered = False
             except Exception:
                 log.exception("renewing leases")
-            if self._over.wait(self._step):
+            quick = 0 < failed <= QUICK_TRIES
+            if self._over.wait(min(QUICK_BACK_OFF, self._step) if quick else self._step):
                 break
         self._sign_off()
 
