@@ -22,10 +22,10 @@ from typing import Any, Self, TypeVar
 from pydantic_core import to_json
 from redis.exceptions import RedisError
 
-from turnmill.errors import ClientClosed, RecordError, TurnmillError, UsageError
+from turnmill.errors import ClientClosed, OtherDraw, RecordError, TurnmillError, UsageError
 from turnmill.faults import passes, patiently, translate
 from turnmill.holdings import Holdings
-from turnmill.queue import BATCH_BYTES, BATCH_TURNS, Ask, Depth, Lane, Queue, State
+from turnmill.queue import BATCH_BYTES, BATCH_TURNS, Ask, Depth, Draw, Lane, Queue, State
 from turnmill.reply import Reply, Trace
 from turnmill.settings import Farm, check_name
 from turnmill.store import READ_BATCH, BenchedWorker, Ending, RunInfo, Store, WorkerInfo
@@ -42,7 +42,7 @@ STREAM_READ = 5000
 Result = TypeVar("Result")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
     """A turn that somebody here waits for."""
 
@@ -111,6 +111,7 @@ class Client:
         self.store = Store(self._redis, self.farm.keys)
         self.queue = Queue(self._redis, self.farm.keys)
         self._pending: dict[str, _Pending] = {}
+        self._beside: set[_Pending] = set()
         self._lanes: dict[str, _Lane] = {}
         self._poller: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,7 +133,7 @@ class Client:
         self._closed = True
         lanes = self._lanes.values()
         await end_tasks([self._poller, *(t for lane in lanes for t in (lane.flush, lane.reader))])
-        for pending in list(self._pending.values()):
+        for pending in [*self._pending.values(), *self._beside]:
             self._drop(pending, ClientClosed("the Client was closed while this waited"))
         await self._redis.aclose(close_connection_pool=True)
 
@@ -147,6 +148,19 @@ class Client:
         pending = self._ask(turn, going=going, retry_failed=retry_failed)
         await asyncio.shield(pending.state)
         return turn.hash
+
+    async def submit_stating(
+        self,
+        turn: Turn,
+        *,
+        going: bool = False,
+        retry_failed: bool = False,
+        draw: Draw | None = None,
+    ) -> State:
+        """As `submit`; returns the state in which the ask found the turn. `draw`: which draw it is, where Redis is to
+        say. Raises OtherDraw if it is another one: nothing was submitted then."""
+        pending = self._ask(turn, going=going, retry_failed=retry_failed, draw=draw)
+        return await asyncio.shield(pending.state)
 
     async def submit_many(self, turns: Iterable[Turn], *, retry_failed: bool = False) -> list[str]:
         """Put many turns into the queue; returns their hashes, in order."""
@@ -273,16 +287,29 @@ class Client:
     # One ENQUEUE for all asks of a moment
 
     def _ask(
-        self, turn: Turn, *, fresh: bool = True, going: bool = False, retry_failed: bool = False
+        self,
+        turn: Turn,
+        *,
+        fresh: bool = True,
+        going: bool = False,
+        retry_failed: bool = False,
+        draw: Draw | None = None,
     ) -> _Pending:
         self._check_usable()
-        pending = self._pending.get(turn.hash)
-        if pending is not None and not pending.ending.done():
-            return pending
+        waited_for = self._pending.get(turn.hash)
+        if waited_for is not None and waited_for.ending.done():
+            waited_for = None
+        if waited_for is not None and draw is None:
+            return waited_for
         loop = asyncio.get_running_loop()
-        ask = Ask(turn.hash, encode_turn(turn), fresh, going, retry_failed)
-        pending = _Pending(turn, ask, loop.create_future(), loop.create_future())
-        self._pending[turn.hash] = pending
+        ask = Ask(turn.hash, encode_turn(turn), fresh, going, retry_failed, draw)
+        ending = waited_for.ending if waited_for else loop.create_future()
+        pending = _Pending(turn, ask, loop.create_future(), ending)
+        if waited_for is None:
+            self._pending[turn.hash] = pending
+        else:  # which draw it is has to be said all the same
+            self._beside.add(pending)
+            pending.state.add_done_callback(lambda _: self._beside.discard(pending))
         self._send(turn.model, [pending])
         if self._poller is None:
             self._poller = loop.create_task(self._poll())
@@ -322,7 +349,9 @@ class Client:
         for pending, state in zip(batch, states, strict=True):
             # From now on it is only polled for: asking afresh again would undo a cancel.
             pending.ask = Ask(pending.ask.hash, fresh=False, going=pending.ask.going)
-            if state == "unknown":
+            if isinstance(state, int):
+                self._drop(pending, OtherDraw(state))
+            elif state == "unknown":
                 unknown.append(pending)
             elif not pending.state.done():
                 pending.state.set_result(state)
@@ -400,8 +429,11 @@ class Client:
                 pending.ending.set_result(ending)
 
     def _drop(self, pending: _Pending, error: Exception) -> None:
-        self._pending.pop(pending.ask.hash, None)
-        for future in (pending.state, pending.ending):
+        futures: list[asyncio.Future[Any]] = [pending.state]
+        if self._pending.get(pending.ask.hash) is pending:
+            del self._pending[pending.ask.hash]
+            futures.append(pending.ending)
+        for future in futures:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # whoever waits still gets it; nobody waiting is no error

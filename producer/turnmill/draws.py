@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections import Counter
 
 from turnmill.turn import Turn
@@ -40,6 +41,17 @@ class Draws:
             seed = _number(_SEED_BITS, self._seed, sample)
             sampling = sampling.model_copy(update={"seed": seed})
         return turn.model_copy(update={"sample": sample, "sampling": sampling})
+
+
+def nth_draw(run: str, count: int) -> int:
+    """The sample number of a run's draw of a turn that `count` were drawn of before, where a run is not made of
+    conversations that we know."""
+    return _number(_SAMPLE_BYTES * 8, run, count)
+
+
+def any_draw() -> int:
+    """A sample number that nobody else has."""
+    return secrets.randbits(_SAMPLE_BYTES * 8)
 
 
 def _number(bits: int, *parts: str | int) -> int:

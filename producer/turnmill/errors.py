@@ -11,6 +11,7 @@ TurnmillError
 ├── RedisUnusable         Redis refuses for good (password, version, command): exit 3
 ├── CannotWrite           a folder or file of turnmill's own cannot be written: exit 3
 ├── ClientClosed          the Client was closed, before this call or while it waited
+├── OtherDraw             a draw is another one than was asked for; carries its number
 ├── QueueFull             Redis has no room for more turns now; ask again later
 ├── RecordError           a stored record cannot be read
 │   └── NewerRecord       it was written by a newer turnmill; leave it alone
@@ -81,6 +82,17 @@ class RedisAway(TurnmillError):
 
 class ClientClosed(TurnmillError):
     """The Client was closed, before this call or while it waited. What was submitted stays submitted."""
+
+
+class OtherDraw(TurnmillError):
+    """A draw is another one than was asked for.
+
+    Attributes: number (that of the draw).
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(f"the draw is number {number}")
 
 
 class RedisUnusable(TurnmillError):

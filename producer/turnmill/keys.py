@@ -98,6 +98,43 @@ class Keys:
     def swept(self, model: str, run: str) -> str:
         return f"{self.queue(model)}sweep:{run}"
 
+    def held(self, model: str) -> str:
+        return f"{self.queue(model)}held"
+
+    def spent(self, model: str) -> str:
+        return f"{self.queue(model)}spent"
+
+    def seen(self, model: str) -> str:
+        return f"{self.queue(model)}seen"
+
+    # Gateways.
+
+    @property
+    def api_keys(self) -> str:
+        return f"{self.prefix}api-keys"
+
+    @property
+    def api_key_names(self) -> str:
+        return f"{self.prefix}api-key-names"
+
+    def runs_of(self, key_name: str) -> str:
+        return f"{self.prefix}key-runs:{key_name}"
+
+    def attempts(self, run: str) -> str:
+        return f"{self.prefix}attempts:{run}"
+
+    def attempt(self, run: str, attempt: str) -> str:
+        return f"{self.prefix}attempt:{run}:{attempt}"
+
+    def draws(self, scope: str) -> str:
+        return f"{self.prefix}draws:{scope}"
+
+    def open_draws(self, scope: str, base: str) -> str:
+        return f"{self.prefix}open:{scope}:{base}"
+
+    def repeatable(self, scope: str, digest: str) -> str:
+        return f"{self.prefix}idem:{scope}:{digest}"
+
     # The farm.
 
     @property

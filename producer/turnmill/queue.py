@@ -9,7 +9,7 @@ from typing import Literal, cast
 from redis.asyncio import Redis
 
 from turnmill.keys import Keys
-from turnmill.scripts import CANCEL, ENQUEUE, FORGET, call
+from turnmill.scripts import CANCEL, ENQUEUE, FORGET, SETTLE, TEND, call
 
 State = Literal["answered", "failed", "cancelled", "deadline", "queued", "running", "unknown"]
 
@@ -17,8 +17,31 @@ BATCH_TURNS = 500
 BATCH_BYTES = 4 << 20
 """What one ENQUEUE carries at most, so that Redis is never busy long with one call."""
 LOOKED_AT = 1000
+TEND_TURNS = 100
 FORGET_TURNS = 100
 """What one FORGET takes at most: some 3 ms."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which draw an ask is for, where Redis remembers draws until their answers are given.
+
+    `base`: what tells apart what is drawn. `scope`: within which draws are told apart (names of runs and attempts are
+    part of it). `owner`: `GATEWAY.REQUEST`; an owner that asks again has the same draw. `number`: the draw's. `counted`:
+    how often the base was drawn in the scope before; then `number` is a guess. `again`: not the first ask for it: a
+    draw that nobody waits for any more, if there is one.
+    """
+
+    scope: str
+    base: str
+    owner: str
+    number: int
+    counted: bool = False
+    again: bool = False
+
+    @property
+    def flags(self) -> str:
+        return "d" + "k" * self.counted + "o" * self.again
 
 
 @dataclass(frozen=True)
@@ -26,7 +49,8 @@ class Ask:
     """One turn asked for. `body` is the stored form (wire.encode_turn), or empty for a poll.
 
     `fresh`: asked for anew, which undoes an earlier cancel or failure. `going`: the next turn of a
-    conversation that is under way. `retry_failed`: ask again even what failed for good.
+    conversation that is under way. `retry_failed`: ask again even what failed for good. `draw`: which draw of
+    it, if Redis is to say.
     """
 
     hash: str
@@ -34,10 +58,12 @@ class Ask:
     fresh: bool = True
     going: bool = False
     retry_failed: bool = False
+    draw: Draw | None = None
 
     @property
     def flags(self) -> str:
-        return "f" * self.fresh + "g" * self.going + "r" * self.retry_failed
+        plain = "f" * self.fresh + "g" * self.going + "r" * self.retry_failed
+        return plain + self.draw.flags if self.draw else plain
 
 
 @dataclass(frozen=True)
@@ -70,9 +96,11 @@ class Queue:
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis, self._keys = redis, keys
 
-    async def enqueue(self, model: str, asks: Sequence[Ask], lane: Lane) -> tuple[str, list[State]]:
+    async def enqueue(
+        self, model: str, asks: Sequence[Ask], lane: Lane
+    ) -> tuple[str, list[State | int]]:
         """Ask for a batch of turns of one model, at most BATCH_TURNS. Returns the stream position to read
-        from and a state per ask."""
+        from and a state per ask; or the number of the draw, where it is another one: nothing was asked then."""
         args: list[str | bytes | int] = [
             lane.run,
             str(lane.priority),
@@ -81,8 +109,38 @@ class Queue:
         ]
         for ask in asks:
             args += (ask.hash, ask.flags, ask.body)
+            if ask.draw:
+                args += (ask.draw.scope, ask.draw.base, ask.draw.owner, ask.draw.number)
         position, *states = await call(self._redis, ENQUEUE, self._prefixes(model), args)
-        return position.decode(), cast(list[State], [state.decode() for state in states])
+        return position.decode(), [
+            state if isinstance(state, int) else cast(State, state.decode()) for state in states
+        ]
+
+    async def settle(self, draw: Draw, *, delivered: bool) -> bool:
+        """The answer of a draw is about to be given to its owner; or its owner waits no more. False: it is another
+        owner's by now."""
+        how = "delivered" if delivered else "left"
+        args = [draw.scope, draw.base, draw.owner, how]
+        return bool(await call(self._redis, SETTLE, self._prefixes(""), args))
+
+    async def tend(
+        self,
+        model: str,
+        held: Sequence[tuple[str, str]] = (),
+        spent: Sequence[tuple[str, str]] = (),
+        *,
+        patience: float,
+        keep: float,
+    ) -> bool:
+        """Turns of a model outside a run, each a hash and the lane that it was asked in: somebody waits for these now
+        (`held`), nobody will any more for those (`spent`). Cancels what nobody has waited for, for `patience` seconds,
+        and lets go of what was spent `keep` seconds ago. Returns whether there may be more to do."""
+        args: list[str | int] = [int(patience * 1000), int(keep * 1000)]
+        for turns, how in ((held, "held"), (spent, "spent")):
+            for hash, lane in turns:
+                args += (hash, lane, how)
+        counts = await call(self._redis, TEND, self._prefixes(model), args)
+        return any(count >= TEND_TURNS for count in counts)
 
     async def cancel(self, model: str, run: str, hashes: Sequence[str] = ()) -> int:
         """A run leaves turns of a model: these, or all. Others that want them keep them."""

@@ -55,4 +55,12 @@ FORGET = load_script(
     "turnmill/forget.lua",
     at_full_memory=True,
 )
+SETTLE = load_script("settle", "turnmill/common.lua", "turnmill/settle.lua", at_full_memory=True)
+TEND = load_script(
+    "tend",
+    "turnmill/common.lua",
+    "turnmill/holds.lua",
+    "turnmill/tend.lua",
+    at_full_memory=True,
+)
 RESTORE = load_script("restore", "turnmill/common.lua", "turnmill/restore.lua")

@@ -12,13 +12,14 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Protocol
 
 from redis.exceptions import RedisError
 
 from turnmill.errors import TurnmillError, UsageError
+from turnmill.prometheus import CONTENT_TYPE, metric
 from turnmill.queue import Depth, Queue
 from turnmill.settings import Farm
 from turnmill_worker.counters import Counters, Vitals
@@ -27,7 +28,6 @@ from turnmill_worker.pulse import CHECK_SECONDS, HEALTH_TIMEOUT
 log = logging.getLogger("turnmill.worker")
 
 DEFAULT_HOST: Final = "127.0.0.1"
-METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 CONNECTIONS: Final = 16
 """At once; more are refused, so that nobody can fill the worker with threads."""
 CLIENT_SECONDS: Final = 5.0
@@ -86,7 +86,7 @@ class HttpServer:
             case "/ready":
                 return _verdict(self._unhealthy() or self._unready())
             case "/metrics":
-                return 200, METRICS_TYPE, "".join(self._metrics())
+                return 200, CONTENT_TYPE, "".join(self._metrics())
         return _plain(404, "there are /health, /ready and /metrics")
 
     def _unhealthy(self) -> str:
@@ -107,7 +107,7 @@ class HttpServer:
 
     def _metrics(self) -> Iterator[str]:
         ready = self._worker is not None and not self._unhealthy() and not self._unready()
-        yield from _metric("ready", "gauge", "1 as long as /ready says 200.", ready)
+        yield from metric("ready", "gauge", "1 as long as /ready says 200.", ready)
         worker = self._worker
         if worker is None or self._depth is None:
             return
@@ -123,42 +123,42 @@ class HttpServer:
             "completion": counters.completion_tokens,
             "cached": counters.cached_tokens,
         }
-        yield from _metric("worker_info", "gauge", "What this worker serves.", (named, 1))
-        yield from _metric(
+        yield from metric("worker_info", "gauge", "What this worker serves.", (named, 1))
+        yield from metric(
             "start_time_seconds", "gauge", "When it started, in Unix time.", info.started
         )
-        yield from _metric(
+        yield from metric(
             "redis_up", "gauge", "Whether Redis took the last sign of life.", counters.registered
         )
-        yield from _metric("claimed_total", "counter", "Turns taken.", counters.claimed)
-        yield from _metric(
+        yield from metric("claimed_total", "counter", "Turns taken.", counters.claimed)
+        yield from metric(
             "finished_total",
             "counter",
             "Turns that ended here, or went back to the queue (requeued).",
             *(({"outcome": outcome}, n) for outcome, n in counters.finished.items()),
         )
-        yield from _metric(
+        yield from metric(
             "tokens_total",
             "counter",
             "Tokens of answered turns; cached ones are part of the prompt's.",
             *(({"kind": kind}, n) for kind, n in tokens.items()),
         )
-        yield from _metric("lease_renewals_total", "counter", "Leases renewed.", counters.renewed)
-        yield from _metric(
+        yield from metric("lease_renewals_total", "counter", "Leases renewed.", counters.renewed)
+        yield from metric(
             "leases_lost_total",
             "counter",
             "Running turns that somebody else had taken over.",
             counters.lost,
         )
-        yield from _metric(
+        yield from metric(
             "unstored_answers", "gauge", "Ended turns that wait for Redis.", vitals.unstored
         )
-        yield from _metric("slots", "gauge", "Turns that it takes at once.", info.slots)
-        yield from _metric("running_turns", "gauge", "Turns that it holds.", info.running)
-        yield from _metric(
+        yield from metric("slots", "gauge", "Turns that it takes at once.", info.slots)
+        yield from metric("running_turns", "gauge", "Turns that it holds.", info.running)
+        yield from metric(
             "engine_requests", "gauge", "Requests inside the engine.", vitals.in_engine
         )
-        yield from _metric(
+        yield from metric(
             "engine_silent_seconds",
             "gauge",
             "Time since the engine was seen alive.",
@@ -171,7 +171,7 @@ class HttpServer:
                 "due": depth.due,
                 "suspects": depth.suspects,
             }
-            yield from _metric(
+            yield from metric(
                 "queue_turns",
                 "gauge",
                 "Turns of this worker's model, in the whole farm.",
@@ -278,20 +278,3 @@ def _verdict(problem: str) -> Answer:
 
 def _plain(status: int, text: str) -> Answer:
     return status, "text/plain; charset=utf-8", f"{text}\n"
-
-
-Sample = bool | float | tuple[Mapping[str, str], float]
-"""A value, or a value with its labels."""
-
-
-def _metric(name: str, kind: str, help: str, *samples: Sample) -> Iterator[str]:
-    """One family in Prometheus' text format."""
-    yield f"# HELP turnmill_{name} {help}\n# TYPE turnmill_{name} {kind}\n"
-    for sample in samples:
-        labels, value = sample if isinstance(sample, tuple) else ({}, sample)
-        inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
-        yield f"turnmill_{name}{f'{{{inside}}}' if inside else ''} {value + 0!r}\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

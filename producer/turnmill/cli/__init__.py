@@ -13,8 +13,10 @@ from turnmill.cli.common import err
 from turnmill.cli.doctor import doctor
 from turnmill.cli.drill import drill
 from turnmill.cli.forget import forget
+from turnmill.cli.keys import keys
 from turnmill.cli.replies import replies
 from turnmill.cli.run import run
+from turnmill.cli.serve import serve
 from turnmill.cli.status import status
 from turnmill.cli.why import why
 from turnmill.cli.worker import worker
@@ -33,7 +35,21 @@ def cli(verbose: bool) -> None:
     )
 
 
-for command in (run, replies, status, cancel, forget, archive, restore, drill, doctor, why, worker):
+for command in (
+    run,
+    replies,
+    status,
+    cancel,
+    forget,
+    archive,
+    restore,
+    drill,
+    doctor,
+    why,
+    worker,
+    serve,
+    keys,
+):
     cli.add_command(command)
 
 

@@ -3,9 +3,13 @@
 -- flags: f  fresh: asked for anew, so an earlier cancel or failure is over (without it: a poll)
 --        g  the next turn of a conversation that is going
 --        r  also ask again what failed for a reason that stays (poison, invalid_request)
+--        d  a draw, with four more ARGV behind the body: scope, base, owner, number (see number_of)
+--        k  a draw whose number is how often the base was drawn in the scope before; the one given is a guess
+--        o  a draw that is asked for again: one that nobody waits for any more, if there is one
 -- A poll may leave the body empty, and undoes nothing; `unknown` then means: send the body.
 -- Returns: stream position to read from, then per ask one of
 --   answered | failed | cancelled | deadline | queued | running | unknown
+-- or, of a draw that is another one than was asked for, its number: nothing else was done.
 local run, class, weight, deadline = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 if not class:match('^%d$') or not ((tonumber(weight) or 0) > 0) or not deadline then
   return redis.error_reply('TURNMILLUSAGE class is one digit, weight a number above 0, deadline a number')
@@ -51,10 +55,38 @@ local function join(h)
   return true
 end
 
+-- The draw that `owner` is to have: the one that it has already; asked for again, the oldest that was left ('-' and a
+-- number), else the oldest of another gateway, which may be dead, else the oldest; else the next one. It is its owner's
+-- until SETTLE. Owners are `GATEWAY.REQUEST`, values `when:number`; owners in `i.` have a name to come back by.
+local DRAWS_KEPT = 30 * 86400  -- seconds after the last draw of a scope
+local function number_of(scope, base, owner, flags, number)
+  local OPEN = N .. 'open:' .. scope .. ':' .. base
+  local draw = C('HGET', OPEN, owner)
+  if not draw and flags:find('o', 1, true) then
+    local gateway, best, from = owner:match('^[^.]*'), nil, nil
+    local open = C('HGETALL', OPEN)
+    for j = 1, #open, 2 do
+      local other = open[j]:match('^[^.]*')
+      local rank = (open[j]:sub(1, 1) == '-' and '0' or other ~= gateway and '1' or '2') .. open[j + 1]
+      if other ~= 'i' and (not best or rank < best) then best, from, draw = rank, open[j], open[j + 1] end
+    end
+    if from then C('HDEL', OPEN, from) end
+  end
+  if not draw then
+    if flags:find('k', 1, true) then
+      number = C('HINCRBY', N .. 'draws:' .. scope, base, 1) - 1
+      C('EXPIRE', N .. 'draws:' .. scope, DRAWS_KEPT)
+    end
+    draw = now .. ':' .. number
+  end
+  C('HSET', OPEN, owner, draw)
+  C('EXPIRE', OPEN, DRAWS_KEPT)
+  return draw:match(':(.*)')
+end
+
 local sweeping = C('SISMEMBER', Q .. 'sweeping', run) == 1
 
-for i = 5, #ARGV, 3 do
-  local h, flags, body = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+local function ask(h, flags, body)
   local fresh = flags:find('f', 1, true)
   local swept = sweeping and C('SISMEMBER', SWEEP, h) == 1
   local answered = C('EXISTS', reply_key(h)) == 1
@@ -97,7 +129,18 @@ for i = 5, #ARGV, 3 do
       end
     end
   end
-  states[#states + 1] = state
+  return state
+end
+
+local i = 5
+while i <= #ARGV do
+  local flags, state = ARGV[i + 1], nil
+  if flags:find('d', 1, true) then
+    local number = number_of(ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], flags, ARGV[i + 6])
+    if number ~= ARGV[i + 6] then state = tonumber(number) end
+  end
+  states[#states + 1] = state or ask(ARGV[i], flags, ARGV[i + 2])
+  i = i + (flags:find('d', 1, true) and 7 or 3)
 end
 
 -- unpack() of very many values overflows Lua's stack.

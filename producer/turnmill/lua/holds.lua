@@ -39,7 +39,11 @@ local function forget_rest(run)
     end
     C('SREM', q .. 'sweeping', run)
   end
-  C('UNLINK', run_key(run), N .. 'manifest:' .. run)
+  for _, attempt in ipairs(C('SMEMBERS', N .. 'attempts:' .. run)) do
+    local named = run .. ':' .. attempt
+    C('UNLINK', N .. 'attempt:' .. named, N .. 'draws:' .. named)
+  end
+  C('UNLINK', run_key(run), N .. 'manifest:' .. run, N .. 'attempts:' .. run)
   C('ZREM', N .. 'expiring', run)
   C('SREM', N .. 'runs', run)
   return 1

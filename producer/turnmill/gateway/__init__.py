@@ -1,0 +1,1 @@
+"""The front door: OpenAI's API in front of the queue. Needs the extra `gateway`."""
