@@ -12,6 +12,7 @@ from turnmill.cli.cancel import cancel
 from turnmill.cli.common import err
 from turnmill.cli.doctor import doctor
 from turnmill.cli.drill import drill
+from turnmill.cli.exec import exec_
 from turnmill.cli.forget import forget
 from turnmill.cli.keys import keys
 from turnmill.cli.replies import replies
@@ -48,6 +49,7 @@ for command in (
     why,
     worker,
     serve,
+    exec_,
     keys,
 ):
     cli.add_command(command)

@@ -107,10 +107,7 @@ def _own_routes(app: FastAPI) -> None:
         """What an attempt was answered so far, in turns."""
         gateway = _gateway(request)
         asker = await gateway.asker(request)
-        report = await gateway.attempts.report(asker.run or "", asker.attempt or "")
-        if report is None:
-            raise ApiError(404, f"nothing was asked in attempt {asker.attempt!r}")
-        return _json(report.model_dump())
+        return _json((await gateway.report(asker)).model_dump())
 
     @app.get("/health")
     async def health() -> Response:

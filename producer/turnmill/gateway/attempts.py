@@ -95,10 +95,8 @@ class Attempts:
         pipe.expire(where, KEPT_SECONDS)
         await pipe.execute()
 
-    async def report(self, run: str, attempt: str) -> AttemptReport | None:
+    async def report(self, run: str, attempt: str) -> AttemptReport:
         counts = await self._redis.hgetall(self._keys.attempt(run, attempt))  # type: ignore[misc]
-        if not counts:
-            return None
         counted = {name.decode(): int(count) for name, count in counts.items()}
         return AttemptReport.model_validate({"run": run, "attempt": attempt, **counted})
 

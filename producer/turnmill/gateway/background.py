@@ -14,7 +14,7 @@ from turnmill.tasks import end_tasks
 
 log = logging.getLogger("turnmill.gateway")
 
-CLOSING_SECONDS = 2.0
+SETTLING_SECONDS = 2.0
 
 
 class Background:
@@ -28,10 +28,13 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def close(self) -> None:
+    async def settled(self) -> None:
         """Wait for what is on its way, briefly."""
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSING_SECONDS)
+            await asyncio.wait(list(self._tasks), timeout=SETTLING_SECONDS)
+
+    async def close(self) -> None:
+        await self.settled()
         await end_tasks(list(self._tasks))
 
 

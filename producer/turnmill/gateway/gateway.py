@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from turnmill.errors import TurnmillError
 from turnmill.gateway.access import Access, Asker
 from turnmill.gateway.answers import Answers
-from turnmill.gateway.attempts import Attempts
+from turnmill.gateway.attempts import AttemptReport, Attempts
 from turnmill.gateway.background import Background
 from turnmill.gateway.errors import ApiError
 from turnmill.gateway.hangups import HungUp
@@ -105,6 +105,11 @@ class Gateway:
         except (RedisError, OSError, TimeoutError, TurnmillError):
             return "Redis is away"
         return ""
+
+    async def report(self, asker: Asker) -> AttemptReport:
+        """What the asker's attempt was answered so far."""
+        await self._background.settled()
+        return await self.attempts.report(asker.run or "", asker.attempt or "")
 
     async def models(self, request: Request) -> list[dict[str, Any]]:
         """The models that the asker may use now, as OpenAI lists them; with the context of the largest worker."""

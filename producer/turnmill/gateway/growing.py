@@ -21,6 +21,7 @@ class Delta:
 async def growing(client: Client, turn: Turn, *, going: bool) -> AsyncIterator[Delta | Ending]:
     """Pieces of the answer's text in order, and how the turn ended, always last."""
     _, ending = await client.ask_stating(turn, going=going, fresh=False)
-    if isinstance(ending, Reply) and isinstance(ending.message.content, str):
-        yield Delta(ending.message.content)
+    content = ending.message.content if isinstance(ending, Reply) else None
+    if content and isinstance(content, str):
+        yield Delta(content)
     yield ending
