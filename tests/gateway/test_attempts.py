@@ -255,5 +255,5 @@ async def test_forgetting_a_run_forgets_its_attempts(
         return [key for key in keys if ":run:" in key or key.endswith(":run")]
 
     assert farm.keys.attempts("run") in await left()
-    await asyncio.to_thread(on_farm, "forget", "run")
-    assert not await left()
+    await asyncio.to_thread(on_farm, "forget", "run", "--yes")
+    assert await left() == []

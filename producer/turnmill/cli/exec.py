@@ -30,10 +30,7 @@ REPORT_SECONDS = 10.0
 DRAIN_SECONDS = 1.0
 
 
-@click.command(
-    "exec",
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+@click.command("exec")
 @click.argument("run")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @click.option("--url", help="A gateway that serves already. [one of its own]")
