@@ -111,14 +111,14 @@ class Keys:
 
     @property
     def api_keys(self) -> str:
-        return f"{self.prefix}api-keys"
+        return f"{self.prefix}api_keys"
 
     @property
     def api_key_names(self) -> str:
-        return f"{self.prefix}api-key-names"
+        return f"{self.prefix}api_key_names"
 
     def runs_of(self, key_name: str) -> str:
-        return f"{self.prefix}key-runs:{key_name}"
+        return f"{self.prefix}key_runs:{key_name}"
 
     def attempts(self, run: str) -> str:
         return f"{self.prefix}attempts:{run}"

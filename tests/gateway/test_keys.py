@@ -72,7 +72,7 @@ async def test_keys_are_hashed_listed_and_revoked(
     key = await make_key(on_farm, "alice", "--models", "sim,other", "--max-queued", "3")
     stored = [
         part
-        async for name in client.scan_iter(f"{farm.namespace}:api-key*")
+        async for name in client.scan_iter(f"{farm.namespace}:api_key*")
         for pair in (await client.hgetall(name)).items()
         for part in pair
     ]

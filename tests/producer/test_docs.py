@@ -24,7 +24,7 @@ from turnmill.conversations import Conversation, read_conversations
 from turnmill.keys import Keys
 from turnmill.reply import Failure, Reply, Trace
 from turnmill.results import ConversationResult, Report
-from turnmill.scripts import CANCEL, ENQUEUE, FORGET, RESTORE
+from turnmill.scripts import CANCEL, ENQUEUE, FORGET, RESTORE, SETTLE, TEND
 from turnmill.settings import Farm
 from turnmill.store import BenchedWorker, WorkerInfo
 from turnmill.wire import decode
@@ -253,7 +253,7 @@ def test_every_key_is_in_the_tables() -> None:
     rows = re.findall(r"^\| `([NQ])` `([\w:]+)` \|", text, re.MULTILINE)
     documented = {(prefix, re.sub(r"[A-Z]+", "*", name)) for prefix, name in rows}
 
-    of_producers = (ENQUEUE, CANCEL, FORGET, RESTORE)
+    of_producers = (ENQUEUE, CANCEL, FORGET, RESTORE, SETTLE, TEND)
     scripts = "\n".join(s.text for s in (*of_producers, *ALL))
     used = set()
     for prefix, name, goes_on in re.findall(r"\b([NQ]) \.\. '([\w:]+)'( \.\.)?", scripts):
@@ -374,7 +374,9 @@ def test_mentioned_commands_are_understood(line: str) -> None:
 
 
 def options_of(command: click.Command) -> set[str]:
-    return {option for parameter in command.params for option in parameter.opts}
+    own = {option for parameter in command.params for option in parameter.opts}
+    below = command.commands.values() if isinstance(command, click.Group) else ()
+    return own.union(*(options_of(one) for one in below))
 
 
 def arguments_of(engine: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
