@@ -432,7 +432,7 @@ class TurnWorker(Worker):
         claim = running.claim
         if running.ending == "unwanted":
             return Finish(claim.hash, claim.token, "cancelled")
-        if self.exit_code == ENGINE_DIED:
+        if self.exit_code == ENGINE_DIED and running.progress.sent:  # it was in the engine
             return requeue(claim, "death")
         return requeue(claim, "drain" if self._stopping else "handback")
 

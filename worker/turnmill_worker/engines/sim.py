@@ -193,8 +193,10 @@ class SimEngine:
         prompt_tokens, space = _render(turn, self._script.context, progress)
         progress.now_sent()
         hangs = self._meets_a_fault(turn) or self._frozen
-        plan = self._plan(turn, space.max_tokens, _taken_over(turn, progress))
-        if can_go_on(turn):
+        goes_on = can_go_on(turn)
+        kept = _taken_over(turn, progress) if goes_on and progress.kept else []
+        plan = self._plan(turn, space.max_tokens, kept)
+        if goes_on:
             progress.growing = partial(_part, plan.tokens, progress)
         if self._at_once and self._free and not hangs:
             progress.moved(len(plan.tokens))
@@ -335,8 +337,6 @@ def _chain(token: str) -> Iterator[str]:
 
 def _taken_over(turn: Turn, progress: Progress) -> list[str]:
     """The tokens of an earlier try from which this one goes on."""
-    if not (progress.kept and can_go_on(turn)):
-        return []
     tokens: list[str] = joined(progress.kept, json.loads)
     count = settled(len(tokens), lambda n: "".join(tokens[:n]), turn.sampling.stop or ())
     progress.resumed_at = count
