@@ -11,6 +11,14 @@ reap()
 local out, owners, leases = {}, {}, {}
 local work, work_limit = 0, 2 * want + 200  -- hints looked at: bounds the time of this call
 
+-- The body, nil if there is none. What is no string under that name must not stop everybody's claims: to the worker
+-- it is a body that cannot be read.
+local function body_of(h)
+  local body = redis.pcall('GET', body_key(h))
+  if type(body) == 'table' then return '' end
+  return body
+end
+
 local function hand_out(h, mark, run, waiter, body, log)
   owners[#owners + 1] = h
   owners[#owners + 1] = token .. mark .. run
@@ -86,7 +94,7 @@ local function try_suspects()
     local company = company_of(h)
     local alone = company == 1
     local run = C('HRANDFIELD', waiters_key(h))
-    local body = run and not ended(h) and not leased(h) and C('GET', body_key(h))
+    local body = run and not ended(h) and not leased(h) and body_of(h)
     if not body then
       C('ZREM', SUSPECTS, h)
     elseif alone and holding > 0 then
@@ -177,7 +185,7 @@ local function serve(class, limit)
       local open = not held[i] and not seen[h] and (known == 0 or not ended(h) and strikes(h) < SUSPECT_FROM)
       local waiter = open and C('HGET', waiters_key(h), run)
       if waiter and cancelled and C('SISMEMBER', Q .. 'sweep:' .. run, h) == 1 then waiter = false end
-      local body = waiter and C('GET', body_key(h))
+      local body = waiter and body_of(h)
       if body then
         if #body > room and #out > 0 then full = true break end
         seen[h] = true
