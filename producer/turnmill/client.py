@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import math
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -25,7 +26,17 @@ from redis.exceptions import RedisError
 from turnmill.errors import ClientClosed, RecordError, TurnmillError, UsageError
 from turnmill.faults import passes, patiently, translate
 from turnmill.holdings import Holdings
-from turnmill.queue import BATCH_BYTES, BATCH_TURNS, Ask, Depth, Lane, Queue, State
+from turnmill.queue import (
+    BATCH_BYTES,
+    BATCH_TURNS,
+    GREATEST_WEIGHT,
+    LEAST_WEIGHT,
+    Ask,
+    Depth,
+    Lane,
+    Queue,
+    State,
+)
 from turnmill.reply import Reply, Trace
 from turnmill.settings import Farm, check_name
 from turnmill.store import READ_BATCH, BenchedWorker, Ending, RunInfo, Store, WorkerInfo
@@ -100,8 +111,10 @@ class Client:
     ) -> None:
         if type(priority) is not int or not 0 <= priority <= 9:
             raise UsageError(f"priority {priority}: a whole number from 0 to 9")
-        if not 0 < weight < math.inf:
-            raise UsageError(f"weight {weight}: must be a number above 0")
+        if not LEAST_WEIGHT <= weight <= GREATEST_WEIGHT:
+            raise UsageError(
+                f"weight {weight}: must be a number from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
+            )
         if deadline is not None and not 0.001 <= deadline < math.inf:
             raise UsageError(f"deadline {deadline}: seconds, at least 0.001")
         self.farm = Farm.from_environment(url, namespace)
@@ -189,20 +202,25 @@ class Client:
 
     async def as_ended(
         self, hashes: Sequence[str], timeout: float | None = None
-    ) -> AsyncIterator[tuple[str, Ending]]:
+    ) -> AsyncGenerator[tuple[str, Ending]]:
         """Hashes and endings, in the order in which they end. Raises TimeoutError."""
 
         async def named(hash: str) -> tuple[str, Ending]:
             return hash, await self.wait(hash)
 
-        for next_one in asyncio.as_completed([named(hash) for hash in hashes], timeout=timeout):
-            yield await next_one
+        tasks = [asyncio.ensure_future(named(hash)) for hash in hashes]
+        try:
+            for next_one in asyncio.as_completed(tasks, timeout=timeout):
+                yield await next_one
+        finally:
+            await end_tasks(tasks)
 
     async def wait_many(
         self, hashes: Sequence[str], timeout: float | None = None
     ) -> dict[str, Ending]:
         """Endings by hash, in the order of the hashes, once all have ended. Raises TimeoutError."""
-        endings = {hash: ending async for hash, ending in self.as_ended(hashes, timeout)}
+        async with contextlib.aclosing(self.as_ended(hashes, timeout)) as ended:
+            endings = {hash: ending async for hash, ending in ended}
         return {hash: endings[hash] for hash in hashes}
 
     @property

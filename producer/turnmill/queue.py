@@ -13,6 +13,8 @@ from turnmill.scripts import CANCEL, ENQUEUE, FORGET, call
 
 State = Literal["answered", "failed", "cancelled", "deadline", "queued", "running", "unknown"]
 
+LEAST_WEIGHT, GREATEST_WEIGHT = 0.001, 1000.0
+"""Of a run. Beyond them virtual times grow until a turn adds nothing to them, and sharing is over for all."""
 BATCH_TURNS = 500
 BATCH_BYTES = 4 << 20
 """What one ENQUEUE carries at most, so that Redis is never busy long with one call."""

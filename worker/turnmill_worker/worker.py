@@ -52,6 +52,9 @@ EXPIRY_MS = 10_000
 LAST_KEEP_SECONDS = 1.0
 """How long a worker that drains tries to keep what its turns have got."""
 
+GOODBYE_SECONDS = 2.0
+"""How long a worker that ends waits for a Redis that does not answer."""
+
 Ending = Literal["drain", "unwanted", "lost"]
 
 
@@ -200,8 +203,9 @@ class TurnWorker(Worker):
         if self.on_shutdown:
             await self.on_shutdown(self.ctx)
         with contextlib.suppress(*FAULTS):
-            await self.pool.delete(self.health_check_key)
-            await self.pool.aclose(close_connection_pool=True)
+            await asyncio.wait_for(self.pool.delete(self.health_check_key), GOODBYE_SECONDS)
+        with contextlib.suppress(*FAULTS):
+            await asyncio.wait_for(self.pool.aclose(close_connection_pool=True), GOODBYE_SECONDS)
         self._pool = None
 
     def info(self) -> WorkerInfo:
@@ -241,6 +245,7 @@ class TurnWorker(Worker):
                 await self._exchanges.load_scripts()
                 await self._exchanges.publish_scripts(self.farm.keys.scripts)
                 self._lease = await self._register()
+                self.counters.registered = True
                 break
             except FAULTS as error:
                 if not passes(error):
@@ -356,10 +361,12 @@ class TurnWorker(Worker):
         and only until we are told to end once more."""
         if self._exchanges.done:
             return True
-        if self._exchanges.away and self._told_twice:
-            log.error("Redis is away; answers lost with us: %d", self._exchanges.unstored)
+        away = self._exchanges.away or not self.counters.registered
+        answers = self._exchanges.answers
+        if away and answers and self._told_twice:
+            log.error("Redis is away; answers lost with us: %d", answers)
             return True
-        return self._exchanges.away and not self._exchanges.unstored
+        return away and not answers
 
     def _room(self) -> int:
         """How many turns to claim now: at most half of the slots at a time, so that one half is worked on
@@ -377,6 +384,10 @@ class TurnWorker(Worker):
         """Answer these turns, each in a task of its own."""
         claimed = [_Running(claim) for claim in claims]
         self.counters.claimed += len(claimed)
+        for running in claimed:
+            before = self._running.get(running.claim.hash)
+            if before is not None:  # its lease had lapsed, and it has come back to us
+                before.end("lost")
         self._running.update((running.claim.hash, running) for running in claimed)
         # What Redis is asked next leaves before these begin, so that it works while they do.
         if claimed and self._exchanges.start(self._room(), len(self._running)):

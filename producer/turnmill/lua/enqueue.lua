@@ -7,8 +7,9 @@
 -- Returns: stream position to read from, then per ask one of
 --   answered | failed | cancelled | deadline | queued | running | unknown
 local run, class, weight, deadline = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-if not class:match('^%d$') or not ((tonumber(weight) or 0) > 0) or not deadline then
-  return redis.error_reply('TURNMILLUSAGE class is one digit, weight a number above 0, deadline a number')
+local share = tonumber(weight) or 0
+if not class:match('^%d$') or not (share >= 0.001 and share <= 1000) or not deadline then
+  return redis.error_reply('TURNMILLUSAGE class is one digit, weight a number from 0.001 to 1000, deadline a number')
 end
 local RUN, TURNS, SWEEP = run_key(run), Q .. 'turns:' .. run, Q .. 'sweep:' .. run
 local STAYS = { poison = true, invalid_request = true }
@@ -35,6 +36,7 @@ end
 
 local states, going, new, joined_turns = {}, {}, {}, {}
 local done, failed = 0, 0
+local suspects = false
 
 local function give_time(h) C('ZADD', Q .. 'deadlines', now + deadline, h .. run) end
 
@@ -90,7 +92,10 @@ for i = 5, #ARGV, 3 do
         state = 'running'
       else
         state = 'queued'
-        if joined or again or restored then
+        if strikes(h) >= SUSPECT_FROM then
+          C('ZADD', SUSPECTS, 'NX', now, h)
+          suspects = true
+        elseif joined or again or restored then
           local hints = flags:find('g', 1, true) and going or new
           hints[#hints + 1] = h
         end
@@ -120,10 +125,8 @@ if #joined_turns > 0 then
   if done > 0 then C('HINCRBY', RUN, 'done', done) end
   if failed > 0 then C('HINCRBY', RUN, 'failed', failed) end
 end
-if #going + #new > 0 then
-  activate(run, class)
-  wake()
-end
+if #going + #new > 0 then activate(run, class) end
+if suspects or #going + #new > 0 then wake() end
 local last = C('XREVRANGE', Q .. 'finished', '+', '-', 'COUNT', 1)
 table.insert(states, 1, last[1] and last[1][1] or '0-0')
 return states

@@ -203,6 +203,7 @@ local function serve(class, limit)
     limit = limit - taken
     vt = vt + taken / weight
     if #hints == 0 then
+      work = work + 1
       C('ZREM', READY, run)
       C('HSET', Q .. 'vt', class .. run, vt)
     elseif taken > 0 then
