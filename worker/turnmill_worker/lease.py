@@ -107,7 +107,9 @@ class LeaseKeeper(threading.Thread):
             self._renew(held[start : start + RENEW_CHUNK])
 
     def _renew(self, held: Held) -> None:
-        lost, unwanted, again, streamed = self._call(RENEW, [part for pair in held for part in pair])
+        lost, unwanted, again, streamed = self._call(
+            RENEW, [part for pair in held for part in pair]
+        )
         self._counters.renewed += len(held) - len(lost)
         if lost or unwanted:
             token_of = dict(held)

@@ -162,9 +162,7 @@ class TurnWorker(Worker):
             renewed=lambda lost, unwanted: _quietly(
                 self.loop.call_soon_threadsafe, self._let_go, lost, unwanted
             ),
-            streamed=lambda hashes: _quietly(
-                self.loop.call_soon_threadsafe, self._stream, hashes
-            ),
+            streamed=lambda hashes: _quietly(self.loop.call_soon_threadsafe, self._stream, hashes),
             counters=self.counters,
         )
         leases.start()

@@ -275,9 +275,7 @@ class SGLangEngine:
         receiving = self._receive(request, progress, grown)
         output = await asyncio.wrap_future(self._thread.submit(receiving))
         if grown.before:
-            output = await self._in_thread(
-                self._going_on.whole, request, prompt, grown, output
-            )
+            output = await self._in_thread(self._going_on.whole, request, prompt, grown, output)
         return await self._in_thread(self._parse, turn, body, output, space)
 
     def _render(self, turn: Turn, rid: str) -> tuple[Any, Any, list[int]]:
