@@ -356,7 +356,8 @@ class _Told:
         self._looked_at = max(map(len, stops), default=0) + 1  # characters
 
     def since(self, characters: int) -> str:
-        count = settled(self._progress.tokens, self._end, self._stops)
+        there_are = max(self._progress.tokens, self._progress.resumed_at)
+        count = settled(there_are, self._end, self._stops)
         return self._text[characters : self._ends[count]]
 
     def _end(self, count: int) -> str:
