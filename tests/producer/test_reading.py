@@ -82,13 +82,14 @@ async def test_pieces_come_as_they_are_told(telling: Telling, listener: Listener
 
 async def test_who_comes_late_gets_the_text_so_far(telling: Telling, listener: Listener) -> None:
     first = listener.open(h("a"))
-    await telling.say("a", "one ")
-    await reads(first, "one ")
+    for text in ("one ", "two "):
+        await telling.say("a", text)
+        await reads(first, text)
     second = listener.open(h("a"))
-    assert await reads(second, "one ") == ["one "]
-    await telling.say("a", "two")
+    assert await reads(second, "one two ") == ["one two "]
+    await telling.say("a", "three")
     for reading in (first, second):
-        assert await reads(reading, "two") == ["two"]
+        assert await reads(reading, "three") == ["three"]
 
 
 async def test_what_is_missing_is_read_at_the_next_piece(
