@@ -82,14 +82,15 @@ async def test_pieces_come_as_they_are_told(telling: Telling, listener: Listener
 
 async def test_who_comes_late_gets_the_text_so_far(telling: Telling, listener: Listener) -> None:
     first = listener.open(h("a"))
-    for text in ("one ", "two "):
-        await telling.say("a", text)
-        await reads(first, text)
+    words = [f"word{number} " for number in range(50)]  # when the first has long caught up
+    for word in words:
+        await telling.say("a", word)
+        await reads(first, word)
     second = listener.open(h("a"))
-    assert await reads(second, "one two ") == ["one two "]
-    await telling.say("a", "three")
+    assert await reads(second, "".join(words)) == ["".join(words)]
+    await telling.say("a", "more")
     for reading in (first, second):
-        assert await reads(reading, "three") == ["three"]
+        assert await reads(reading, "more") == ["more"]
 
 
 async def test_what_is_missing_is_read_at_the_next_piece(
