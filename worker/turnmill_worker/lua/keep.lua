@@ -13,18 +13,30 @@ local hashes = {}
 for i = 2, #ARGV, 8 do hashes[#hashes + 1] = ARGV[i] end
 local owners = C('HMGET', OWNERS, unpack(hashes))
 
-local function keep(h, token, have, most, offset, length, part)
+-- What a turn's hash gets at the end of it: one command, whatever has changed.
+local changes
+local function change(field, value)
+  changes[#changes + 1] = field
+  changes[#changes + 1] = value
+end
+
+-- Returns how many tokens are kept: 0 if what came before this part is lost.
+local function keep(h, token, most, offset, length, part)
   local key = partial_key(h)
   if offset == 0 then
     C('DEL', key)
-    C('RPUSH', key, ARGV[1])
+    C('RPUSH', key, ARGV[1], part)
+  elseif C('RPUSHX', key, part) == 0 then
+    change('kept', 0)
+    return 0
   end
-  C('RPUSH', key, part)
-  have = offset + length
+  change('kept', offset + length)
   -- More than any try before it: whatever ends this one, it has got the turn further.
-  if have > most then C('HSET', tries_key(h), 'kept', have, 'most', have, 'keeper', token)
-  else C('HSET', tries_key(h), 'kept', have) end
-  return have
+  if offset + length > most then
+    change('most', offset + length)
+    change('keeper', token)
+  end
+  return offset + length
 end
 
 local news = {}
@@ -33,24 +45,30 @@ local function say(h, line, at, text)
   news[#news + 1] = line .. at .. ' ' .. text
 end
 
--- `told`: bytes of the line that goes on (nil: another one, or none).
+-- Begin a line. Without a text: what was told before is not true any more.
+local function begin(h, line, text)
+  if text == '' then C('DEL', told_key(h)) else C('SET', told_key(h), line .. text) end
+  change('line', line)
+  change('told', #text)
+  say(h, line, 0, text)
+  return #text
+end
+
+-- `told`: bytes of this line (nil: it is another one, or none). Returns how many are told now.
 local function tell(h, told, line, at, text)
-  if not told then
-    if at > 0 then return 0 end
-    if text == '' then  -- what was told before is not true any more
-      C('DEL', told_key(h))
-    else
-      C('SET', told_key(h), line .. text)
-      C('HSET', tries_key(h), 'line', line)
-    end
-    say(h, line, 0, text)
-    return #text
-  end
-  local new = at <= told and text:sub(told - at + 1) or ''
+  if at > (told or 0) then return told or 0 end
+  if (told or 0) == 0 then return begin(h, line, text) end
+  local new = text:sub(told - at + 1)
   if new == '' then return told end
-  C('APPEND', told_key(h), new)
+  local length = C('APPEND', told_key(h), new) - LINE
+  if length ~= told + #new then  -- what was told is lost
+    C('DEL', told_key(h))
+    change('told', 0)
+    return 0
+  end
+  change('told', length)
   say(h, line, told, new)
-  return told + #new
+  return length
 end
 
 local results = {}
@@ -59,17 +77,14 @@ for i, h in ipairs(hashes) do
   local token, offset, length, part = ARGV[k + 1], tonumber(ARGV[k + 2]), tonumber(ARGV[k + 3]), ARGV[k + 4]
   local line, at, text = ARGV[k + 5], tonumber(ARGV[k + 6]), ARGV[k + 7]
   local kept, told = -1, -1
-  if owners[i] and token_of(owners[i]) == token and not ended(h) then
-    local tries = C('HMGET', tries_key(h), 'kept', 'most', 'line')
-    kept = C('EXISTS', partial_key(h)) == 1 and tonumber(tries[1] or 0) or 0
-    if line ~= '' then
-      told = tries[3] == line and C('STRLEN', told_key(h)) - LINE or nil
-      if told and told < 0 then told = nil end
-    end
-    if offset <= kept then
-      if length > 0 then kept = keep(h, token, kept, tonumber(tries[2] or 0), offset, length, part) end
-      if line ~= '' then told = tell(h, told, line, at, text) end
-    end
+  if owners[i] and token_of(owners[i]) == token then  -- so it has not ended
+    changes = {}
+    local tries = C('HMGET', tries_key(h), 'kept', 'most', 'line', 'told')
+    kept, told = tonumber(tries[1] or 0), tries[3] == line and tonumber(tries[4]) or nil
+    if length > 0 and offset <= kept then kept = keep(h, token, tonumber(tries[2] or 0), offset, length, part)
+    elseif offset > 0 and C('EXISTS', partial_key(h)) == 0 then kept = 0 end
+    if line ~= '' and offset + length <= kept then told = tell(h, told, line, at, text) end
+    if #changes > 0 then C('HSET', tries_key(h), unpack(changes)) end
   end
   results[#results + 1] = kept
   results[#results + 1] = told or 0
