@@ -32,9 +32,8 @@ GROUP_BYTES = 4 << 20
 GROUP_TURNS = 500
 
 TELL_SECONDS = 0.05
-"""Between two tellings, at least. The first one after a silence waits for nothing."""
-TELL_SHARE = 4
-"""Between two tellings so many times as long as the last one took: a Redis that is busy is told less often."""
+"""Between two tellings; longer if the last one took longer, because Redis is busy. The first one after a silence waits
+for nothing."""
 
 _HEAD = struct.Struct("<II")
 
@@ -138,7 +137,7 @@ class Keeper:
             except FAULTS as error:
                 _say(error)
                 self._heard.set()
-            await asyncio.sleep(max(TELL_SECONDS, TELL_SHARE * (loop.time() - began)))
+            await asyncio.sleep(max(TELL_SECONDS, loop.time() - began))
 
     # Sending
 
