@@ -14,8 +14,8 @@ import logging
 import math
 import random
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -37,6 +37,7 @@ from turnmill.queue import (
     Queue,
     State,
 )
+from turnmill.reading import Delta, Listener
 from turnmill.reply import Reply, Trace
 from turnmill.settings import Farm, check_name
 from turnmill.store import READ_BATCH, BenchedWorker, Ending, RunInfo, Store, WorkerInfo
@@ -125,6 +126,7 @@ class Client:
         self.queue = Queue(self._redis, self.farm.keys)
         self._pending: dict[str, _Pending] = {}
         self._lanes: dict[str, _Lane] = {}
+        self._listeners: dict[str, Listener] = {}
         self._poller: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -145,6 +147,8 @@ class Client:
         self._closed = True
         lanes = self._lanes.values()
         await end_tasks([self._poller, *(t for lane in lanes for t in (lane.flush, lane.reader))])
+        for listener in self._listeners.values():
+            await listener.end()
         for pending in list(self._pending.values()):
             self._drop(pending, ClientClosed("the Client was closed while this waited"))
         await self._redis.aclose(close_connection_pool=True)
@@ -185,6 +189,42 @@ class Client:
         pending = self._ask(turn, fresh=fresh, going=going, retry_failed=retry_failed)
         ending = await self._ending(pending)
         return await pending.state, ending
+
+    async def stream(
+        self, turn: Turn, *, going: bool = False, retry_failed: bool = False
+    ) -> AsyncIterator[Delta | Ending]:
+        """Submit one turn, and read its answer while it grows: pieces of its content, which joined are the beginning of
+        the reply's; last its ending. Who stops reading leaves the turn in the queue.
+
+        There are no pieces of an answer that could not go on elsewhere if its worker died, or that may become a tool call;
+        nor of one that was there already. Raises StreamBroken if the turn had to be begun again after pieces were read.
+        """
+        pending = self._ask(turn, going=going, retry_failed=retry_failed, stream=True)
+        if await asyncio.shield(pending.state) == "answered":
+            yield await self._ending(pending)
+            return
+        listener = self._listeners.get(turn.model)
+        if listener is None:
+            listener = Listener(self._redis, self.farm.keys, turn.model)
+            self._listeners[turn.model] = listener
+        reading = listener.open(turn.hash)
+        pending.ending.add_done_callback(reading.wake)
+        try:
+            while True:
+                if new := reading.take():
+                    yield Delta(new)
+                elif pending.ending.done():
+                    break
+                else:
+                    await reading.wait()
+        finally:
+            pending.ending.remove_done_callback(reading.wake)
+            listener.close(reading)
+        ending = await self._ending(pending)
+        if isinstance(ending, Reply):
+            content = ending.message.content
+            reading.check(content if isinstance(content, str) else "")
+        yield ending
 
     async def wait(self, hash: str, timeout: float | None = None) -> Ending:
         """Wait until a turn has ended. It may have been submitted by anybody. Raises TimeoutError, and
@@ -291,14 +331,24 @@ class Client:
     # One ENQUEUE for all asks of a moment
 
     def _ask(
-        self, turn: Turn, *, fresh: bool = True, going: bool = False, retry_failed: bool = False
+        self,
+        turn: Turn,
+        *,
+        fresh: bool = True,
+        going: bool = False,
+        retry_failed: bool = False,
+        stream: bool = False,
     ) -> _Pending:
         self._check_usable()
         pending = self._pending.get(turn.hash)
         if pending is not None and not pending.ending.done():
+            if stream and not pending.ask.stream:
+                pending.ask = replace(pending.ask, stream=True)
+                if pending.state.done():
+                    self._send(turn.model, [pending])
             return pending
         loop = asyncio.get_running_loop()
-        ask = Ask(turn.hash, encode_turn(turn), fresh, going, retry_failed)
+        ask = Ask(turn.hash, encode_turn(turn), fresh, going, retry_failed, stream)
         pending = _Pending(turn, ask, loop.create_future(), loop.create_future())
         self._pending[turn.hash] = pending
         self._send(turn.model, [pending])
@@ -336,23 +386,23 @@ class Client:
         )
         if lane.reader is None or lane.reader.done():
             lane.reader = asyncio.get_running_loop().create_task(self._follow(model, position))
-        ended, unknown = [], []
-        for pending, state in zip(batch, states, strict=True):
+        ended, again = [], []
+        for pending, asked, state in zip(batch, asks, states, strict=True):
             # From now on it is only polled for: asking afresh again would undo a cancel.
-            pending.ask = Ask(pending.ask.hash, fresh=False, going=pending.ask.going)
+            pending.ask = replace(pending.ask, body=b"", fresh=False, retry_failed=False)
             if state == "unknown":
-                unknown.append(pending)
-            elif not pending.state.done():
+                pending.ask = replace(pending.ask, body=encode_turn(pending.turn))
+                again.append(pending)
+            elif pending.ask.stream and not asked.stream:  # somebody wants to read it meanwhile
+                again.append(pending)
+            if state != "unknown" and not pending.state.done():
                 pending.state.set_result(state)
             if state in ("answered", "failed", "cancelled", "deadline"):
                 ended.append(pending.ask.hash)
         if ended:
             await self._resolve(ended)
-        for pending in unknown:
-            body = encode_turn(pending.turn)
-            pending.ask = Ask(pending.ask.hash, body, fresh=False, going=pending.ask.going)
-        if unknown:
-            self._send(model, unknown)
+        if again:
+            self._send(model, again)
 
     # Hearing that turns have ended
 

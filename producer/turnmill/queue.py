@@ -28,7 +28,8 @@ class Ask:
     """One turn asked for. `body` is the stored form (wire.encode_turn), or empty for a poll.
 
     `fresh`: asked for anew, which undoes an earlier cancel or failure. `going`: the next turn of a
-    conversation that is under way. `retry_failed`: ask again even what failed for good.
+    conversation that is under way. `retry_failed`: ask again even what failed for good. `stream`: tell of the
+    answer while it grows.
     """
 
     hash: str
@@ -36,10 +37,11 @@ class Ask:
     fresh: bool = True
     going: bool = False
     retry_failed: bool = False
+    stream: bool = False
 
     @property
     def flags(self) -> str:
-        return "f" * self.fresh + "g" * self.going + "r" * self.retry_failed
+        return "f" * self.fresh + "g" * self.going + "r" * self.retry_failed + "s" * self.stream
 
 
 @dataclass(frozen=True)

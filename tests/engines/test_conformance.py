@@ -13,6 +13,7 @@ from tests.engines.asking import ask, new_rid, turn, until
 from turnmill.turn import Turn
 from turnmill_worker.engines.base import Answer, Engine, InvalidRequest, NoRoom, Progress
 from turnmill_worker.engines.kept import Part
+from turnmill_worker.engines.sglang import SGLangEngine
 
 WEATHER = {
     "type": "function",
@@ -347,3 +348,93 @@ async def test_a_turn_that_may_not_go_on_starts_again(engine: Engine) -> None:
     assert progress.resumed_at == 0
     assert progress.growing is None
     assert answer.usage.completion_tokens == 5
+
+
+# What readers are told of an answer that grows
+
+
+def told_of(progress: Progress) -> str:
+    assert progress.telling is not None
+    return progress.telling(0)
+
+
+async def read_along(engine: Engine, asked: Turn) -> tuple[Answer, list[tuple[str, Part]]]:
+    """An answer; and, whenever there was more of it to read, what had been read and what could be kept by then."""
+    progress = Progress(streamed=True)
+    task = asyncio.create_task(ask(engine, asked, progress))
+    await until(lambda: progress.sent or task.done())
+    assert progress.telling is not None
+    assert progress.growing is not None
+    text, seen = "", list[tuple[str, Part]]()
+    while not task.done():
+        if new := progress.telling(len(text)):
+            text += new
+            seen.append((text, progress.growing(0)))
+        await asyncio.sleep(0.001)
+    return await task, seen
+
+
+@pytest.fixture
+def plain(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The engine, as it is where it may tell of its answers."""
+    if engine.identity.engine in KEEP_NOTHING:
+        pytest.skip("nothing is told of this engine's answers")
+    if isinstance(engine, SGLangEngine):
+        monkeypatch.setattr(engine._chat, "reasoning_parser", None)
+    return engine
+
+
+WORDS = " ".join(f"ö{number}" if number % 6 else f"{number}水👩‍🌾" for number in range(40))
+"""What the scripted engine says: no part of it comes twice, and some characters are of several tokens for others."""
+
+
+async def goes_on(engine: Engine, asked: Turn, part: Part, text: str) -> Answer:
+    """The answer of a try that goes on from a part, and at once tells what was told."""
+    progress = Progress(kept=[part], streamed=True)
+    task = asyncio.create_task(ask(engine, asked, progress))
+    await until(lambda: progress.sent or task.done())
+    assert told_of(progress).startswith(text)
+    return await task
+
+
+async def test_what_is_told_is_true_of_the_answer_and_of_one_that_goes_on(plain: Engine) -> None:
+    asked = turn(WORDS, **LONG)
+    answer, seen = await read_along(plain, asked)
+    content = str(answer.message["content"])
+    assert len(seen) > 5
+    assert all(content.startswith(text) for text, _ in seen)
+    assert len(seen[-1][0]) > len(content) // 2
+    for text, part in seen[1 : -1 : max(1, len(seen) // 4)]:
+        assert as_one(await goes_on(plain, asked, part, text)) == as_one(answer)
+
+
+async def test_no_beginning_of_a_stop_string_is_told(plain: Engine) -> None:
+    whole = str((await ask(plain, turn(WORDS, **LONG))).message["content"])
+    new = (at for at in range(len(whole) // 3, len(whole)) if whole.index(whole[at:][:7]) == at)
+    if (start := next(new, None)) is None:
+        pytest.skip("the answer repeats itself")
+    never = "\N{OGONEK}"
+    stops = [whole[start:][:7], whole[start - 9 :][:3] + never, whole[start // 2 :][:3] + never]
+    asked = turn(WORDS, **LONG, stop=stops)
+    answer, seen = await read_along(plain, asked)
+    assert answer.finish == "stop"
+    assert answer.message["content"] == whole[:start]
+    assert seen
+    for text, _ in seen:
+        assert whole[:start].startswith(text)
+        assert not any(text.endswith(stop[:n]) for stop in stops for n in range(1, len(stop)))
+    text, part = seen[-1]
+    assert as_one(await goes_on(plain, asked, part, text)) == as_one(answer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"seed": 7}, {"frequency_penalty": 0.5}, {"tools": [WEATHER]}],
+    ids=["seed", "penalty", "tools"],
+)
+async def test_nothing_is_told_of_what_may_not_go_on_or_become_a_call(
+    plain: Engine, fields: dict[str, Any]
+) -> None:
+    progress = Progress(streamed=True)
+    await ask(plain, turn("Say hello", **fields), progress)
+    assert progress.telling is None

@@ -37,6 +37,7 @@ from turnmill_worker.progress import Keeper
 from turnmill_worker.pulse import Pulse
 from turnmill_worker.scripts import REGISTER
 from turnmill_worker.settings import WorkerSettings
+from turnmill_worker.telling import Teller
 
 log = logging.getLogger("turnmill.worker")
 
@@ -61,13 +62,14 @@ Ending = Literal["drain", "unwanted", "lost"]
 @dataclass
 class _Running:
     """One turn in the engine, or about to be: `task` is there once it has begun. `kept`: how many tokens of its
-    answer Redis has."""
+    answer Redis has. `teller`: tells those who read along."""
 
     claim: Claim
     progress: Progress = field(default_factory=Progress)
     task: asyncio.Task[None] | None = None
     ending: Ending | None = None
     kept: int | None = None
+    teller: Teller | None = None
 
     def end(self, ending: Ending) -> None:
         if self.ending is None:
@@ -152,6 +154,7 @@ class TurnWorker(Worker):
         self._spawn(self._wait_for_wakes())
         self._spawn(self._pulse.watch(self._engine_died))
         self._spawn(self._keeper.run(self.settings.keep_every))
+        self._spawn(self._keeper.tell())
         leases = LeaseKeeper(
             self.farm,
             self.model,
@@ -162,6 +165,7 @@ class TurnWorker(Worker):
             renewed=lambda lost, unwanted: _quietly(
                 self.loop.call_soon_threadsafe, self._let_go, lost, unwanted
             ),
+            streamed=lambda hashes: _quietly(self.loop.call_soon_threadsafe, self._stream, hashes),
             counters=self.counters,
         )
         leases.start()
@@ -330,6 +334,11 @@ class TurnWorker(Worker):
                     self.counters.lost += ending == "lost" and running.ending is None
                     running.end(ending)
 
+    def _stream(self, hashes: list[str]) -> None:
+        for hash in hashes:
+            if (running := self._running.get(hash)) is not None:
+                self._keeper.stream(running)
+
     # The queue
 
     async def _poll_iteration(self) -> None:
@@ -393,6 +402,8 @@ class TurnWorker(Worker):
         if claimed and self._exchanges.start(self._room(), len(self._running)):
             await asyncio.sleep(0)
         for running in claimed:
+            if running.claim.stream:
+                self._keeper.stream(running)
             if self._handing_back:  # they were on their way when the others went back
                 running.end("drain")
             self.loop.create_task(self._run_turn(running))
@@ -411,6 +422,8 @@ class TurnWorker(Worker):
                 await self.on_job_start(context)
             if claim.log:
                 running.progress.kept = await self._keeper.read(claim.hash)
+                if running.teller is not None:
+                    running.teller.earlier = await self._keeper.read_told(claim.hash)
                 if running.ending:  # redis-py can swallow a cancellation
                     raise asyncio.CancelledError
             job = self.functions["answer_turn"].coroutine
@@ -435,6 +448,7 @@ class TurnWorker(Worker):
         self.counters.made += running.progress.made
         # It may lead back to the progress: a circle, which only the garbage collector would free.
         running.progress.growing = None
+        self._keeper.end(running)
         self._exchanges.finished.append(finish)
         self._exchanges.more = True
         self._kick.set()

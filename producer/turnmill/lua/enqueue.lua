@@ -3,6 +3,7 @@
 -- flags: f  fresh: asked for anew, so an earlier cancel or failure is over (without it: a poll)
 --        g  the next turn of a conversation that is going
 --        r  also ask again what failed for a reason that stays (poison, invalid_request)
+--        s  stream: tell of the answer while it grows (KEEP)
 -- A poll may leave the body empty, and undoes nothing; `unknown` then means: send the body.
 -- Returns: stream position to read from, then per ask one of
 --   answered | failed | cancelled | deadline | queued | running | unknown
@@ -53,6 +54,17 @@ local function join(h)
   return true
 end
 
+-- Somebody reads this open turn's answer while it grows. CLAIM says so to the next worker, RENEW to the one that has it.
+local function stream(h, running)
+  C('HSET', tries_key(h), 'stream', '1')
+  local owner = running and C('HGET', OWNERS, h)
+  if owner then
+    local ASKED = asked_key(owner:sub(1, 8))
+    C('SADD', ASKED, h)
+    C('PEXPIRE', ASKED, 30000)
+  end
+end
+
 local sweeping = C('SISMEMBER', Q .. 'sweeping', run) == 1
 
 for i = 5, #ARGV, 3 do
@@ -100,6 +112,7 @@ for i = 5, #ARGV, 3 do
           hints[#hints + 1] = h
         end
       end
+      if flags:find('s', 1, true) then stream(h, state == 'running') end
     end
   end
   states[#states + 1] = state

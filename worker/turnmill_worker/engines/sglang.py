@@ -29,6 +29,7 @@ import time
 from array import array
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -46,7 +47,7 @@ from turnmill_worker.engines.base import (
     Progress,
     TurnError,
 )
-from turnmill_worker.engines.kept import can_go_on
+from turnmill_worker.engines.kept import can_be_told, can_go_on
 from turnmill_worker.engines.loop_thread import LoopThread
 from turnmill_worker.engines.room import Room, room
 from turnmill_worker.engines.sglang_growing import GoingOn, Grown, remembers_nothing
@@ -248,8 +249,17 @@ class SGLangEngine:
                 grown.before = await self._in_thread(
                     self._going_on.taken_over, turn, request, progress.kept, most
                 )
+                grown.text_before = await self._in_thread(
+                    self._going_on.text_of, request, prompt, grown.before
+                )
             progress.resumed_at = len(grown.before)
             progress.growing = grown.part
+            # A reasoning parser takes the beginning of the text for itself.
+            if can_be_told(turn) and not self._chat.reasoning_parser:
+                cut = partial(self._going_on.cut, request)
+                progress.telling = grown.telling(turn.sampling.stop or (), cut)
+                if progress.streamed:  # as SGLang's HTTP server streams
+                    request.sampling_params["stream_interval"] = None
         progress.now_rendered(
             {
                 "endpoint": "engine.generate",
@@ -265,9 +275,7 @@ class SGLangEngine:
         receiving = self._receive(request, progress, grown)
         output = await asyncio.wrap_future(self._thread.submit(receiving))
         if grown.before:
-            output = await self._in_thread(
-                self._going_on.whole, request, prompt, grown.before, output
-            )
+            output = await self._in_thread(self._going_on.whole, request, prompt, grown, output)
         return await self._in_thread(self._parse, turn, body, output, space)
 
     def _render(self, turn: Turn, rid: str) -> tuple[Any, Any, list[int]]:
@@ -323,9 +331,9 @@ class SGLangEngine:
             async with contextlib.aclosing(chunks):
                 async for output in chunks:
                     made = output["meta_info"].get("completion_tokens", 0)
-                    progress.moved(len(grown.before) + made)
                     if output["meta_info"]["finish_reason"] is None:
                         grown.take(output)
+                    progress.moved(len(grown.before) + made)
         except Exception as error:
             raise _turn_error(error) from error
         return output

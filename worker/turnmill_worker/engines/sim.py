@@ -20,9 +20,9 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -39,7 +39,7 @@ from turnmill_worker.engines.base import (
     Progress,
     TurnError,
 )
-from turnmill_worker.engines.kept import Part, can_go_on, joined, settled
+from turnmill_worker.engines.kept import Part, can_be_told, can_go_on, joined, settled
 from turnmill_worker.engines.room import Room, room
 
 _TOKEN = re.compile(r"\s*\S+|\s+\Z")
@@ -59,6 +59,8 @@ _FAULTS = {
 _BLOCK_SECONDS = 5.0
 _STEP = 0.25
 """Seconds. How finely a slow answer is seen to grow; finer would cost more with thousands of turns."""
+_TOLD_STEP = 0.05
+"""The same, where somebody reads along."""
 
 
 def history_hash(messages: Sequence[Message]) -> str:
@@ -191,13 +193,15 @@ class SimEngine:
     async def answer(self, turn: Turn, rid: str, progress: Progress) -> Answer:
         self._check_alive()
         prompt_tokens, space = _render(turn, self._script.context, progress)
-        progress.now_sent()
         hangs = self._meets_a_fault(turn) or self._frozen
         goes_on = can_go_on(turn)
         kept = _taken_over(turn, progress) if goes_on and progress.kept else []
         plan = self._plan(turn, space.max_tokens, kept)
         if goes_on:
             progress.growing = partial(_part, plan.tokens, progress)
+        if can_be_told(turn):
+            progress.telling = _Told(plan.tokens, turn.sampling.stop or (), progress).since
+        progress.now_sent()
         if self._at_once and self._free and not hangs:
             progress.moved(len(plan.tokens))
             return _answer(turn, plan, prompt_tokens, space)
@@ -319,7 +323,8 @@ class SimEngine:
         made = min(total, before + 1) if speed else total
         progress.moved(made)
         while made < total:
-            made = min(total, made + max(1, round(speed * _STEP)))
+            step = _TOLD_STEP if progress.streamed else _STEP
+            made = min(total, made + max(1, round(speed * step)))
             await seat.wait(first + (made - before - 1) / speed)
             progress.moved(made)
 
@@ -341,6 +346,32 @@ def _taken_over(turn: Turn, progress: Progress) -> list[str]:
     count = settled(len(tokens), lambda n: "".join(tokens[:n]), turn.sampling.stop or ())
     progress.resumed_at = count
     return tokens[:count]
+
+
+class _Told:
+    """What readers may be told of an answer."""
+
+    def __init__(self, tokens: list[str], stops: Sequence[str], progress: Progress) -> None:
+        self._tokens, self._stops, self._progress = tokens, stops, progress
+        self._looked_at = max(map(len, stops), default=0) + 1  # characters
+
+    def since(self, characters: int) -> str:
+        there_are = max(self._progress.tokens, self._progress.resumed_at)
+        count = settled(there_are, self._end, self._stops)
+        return self._text[characters : self._ends[count]]
+
+    def _end(self, count: int) -> str:
+        end = self._ends[count]
+        return self._text[max(0, end - self._looked_at) : end]
+
+    @cached_property
+    def _text(self) -> str:
+        return "".join(self._tokens)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Where in the text its first tokens end: none of them, one, two..."""
+        return [0, *accumulate(map(len, self._tokens))]
 
 
 def _part(tokens: list[str], progress: Progress, offset: int) -> Part:
