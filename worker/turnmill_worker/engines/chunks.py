@@ -1,4 +1,4 @@
-"""An OpenAI chat completion put together again from the chunks of its stream."""
+"""An OpenAI completion, of a chat or a prompt, put together again from the chunks of its stream."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Chunks:
         for choice in chunk.get("choices") or ():
             self.finish = choice.get("finish_reason") or self.finish
             self._logprobs += (choice.get("logprobs") or {}).get("content") or ()
+            if text := choice.get("text"):
+                self._content.append(text)
             self._add_delta(choice.get("delta") or choice.get("message") or {})
 
     def message(self) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class SGLangEngine:
                 raise
         self._manager = self._engine.tokenizer_manager
         self._chat = self._manager.serving_chat_class(self._manager, self._engine.template_manager)
+        self._completions = _completions(self._manager, self._engine.template_manager)
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="sglang-chat")
         self._identity = self._identify()
         self._context, self._max_prompt = self._limits()
@@ -271,21 +272,30 @@ class SGLangEngine:
         return await self._in_thread(self._parse, turn, body, output, space)
 
     def _render(self, turn: Turn, rid: str) -> tuple[Any, Any, list[int]]:
-        """SGLang's request for a turn, as its HTTP server would make it; the chat request that it was
+        """SGLang's request for a turn, as its HTTP server would make it; the request that it was
         made of; and the prompt's token ids."""
-        from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+        from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 
         fields = turn.model_dump(
             exclude_none=True, exclude={"model", "revision", "sampling", "sample"}
         )
         # max_tokens is left to us: SGLang would refuse one that is larger than the context.
         fields |= turn.sampling.model_dump(exclude_none=True, exclude={"max_tokens"})
+        serving, kind = self._chat, ChatCompletionRequest
+        if turn.prompt is not None:
+            serving, kind = self._completions, CompletionRequest
+            del fields["messages"]
+            top = fields.pop("top_logprobs", 0)
+            if fields.pop("logprobs", False):
+                fields["logprobs"] = top
         try:
             # Its own name for the model: in any other, what follows a colon is a LoRA adapter.
-            body = ChatCompletionRequest(model=self._manager.served_model_name, rid=rid, **fields)
-            if refusal := self._chat._validate_request(body):
+            body = kind(model=self._manager.served_model_name, rid=rid, **fields)
+            if refusal := serving._validate_request(body):
                 raise InvalidRequest(refusal)
-            request, body = self._chat._convert_to_internal_request(body)
+            request, body = serving._convert_to_internal_request(body)
+            if turn.prompt is not None:
+                request.input_ids, request.text = self._prompt_of(request), None
         except ValidationError as error:
             raise InvalidRequest(explain(error)) from None
         except (EngineError, MemoryError, RuntimeError):
@@ -338,22 +348,29 @@ class SGLangEngine:
             error = InvalidRequest if finish.get("status_code") == 400 else TurnError
             raise error(finish.get("message") or "aborted by the engine")
         length = finish.get("length")
+        limited_by, limit = _met(space, length, meta["prompt_tokens"])
+        usage = Usage(
+            prompt_tokens=meta["prompt_tokens"],
+            completion_tokens=meta["completion_tokens"],
+            cached_tokens=meta.get("cached_tokens") or 0,
+            reasoning_tokens=meta.get("reasoning_tokens") or 0,
+        )
+        if turn.prompt is not None:
+            logprobs = None
+            if turn.sampling.logprobs:
+                logprobs = self._chat._process_response_logprobs(output).model_dump()
+            text = {"role": "assistant", "content": output["text"]}
+            return Answer(text, finish["type"], usage, limited_by, limit, logprobs)
         response = self._chat._build_chat_response(body, [output], int(time.time()))
         if not hasattr(response, "choices"):
             raise TurnError(_refusal(response))
         choice = response.choices[0]
         message = choice.message.model_dump(exclude_none=True)
         _name_calls(message, turn.hash)
-        limited_by, limit = _met(space, length, meta["prompt_tokens"])
         return Answer(
             message=message,
             finish=choice.finish_reason,
-            usage=Usage(
-                prompt_tokens=meta["prompt_tokens"],
-                completion_tokens=meta["completion_tokens"],
-                cached_tokens=meta.get("cached_tokens") or 0,
-                reasoning_tokens=meta.get("reasoning_tokens") or 0,
-            ),
+            usage=usage,
             limited_by=limited_by,
             limit=limit,
             logprobs=choice.logprobs.model_dump() if choice.logprobs else None,
@@ -479,6 +496,12 @@ def _arguments(settings: EngineSettings) -> Any:
     if arguments.skip_tokenizer_init:
         raise UsageError("engine sglang: --skip-tokenizer-init: messages need a tokenizer")
     return arguments
+
+
+def _completions(manager: Any, templates: Any) -> Any:
+    from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+
+    return OpenAIServingCompletion(manager, templates)
 
 
 def _launch(arguments: Any) -> Any:
