@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from tests.engines import sglang_env
 
-from turnmill_worker.engines.base import Capacity, EngineSettings
+from turnmill_worker.engines import load
+from turnmill_worker.engines.base import Capacity, Engine, EngineSettings
 from turnmill_worker.engines.sglang import SGLangEngine
 
 SGLANG = importlib.util.find_spec("sglang") is not None
@@ -123,3 +124,11 @@ def sglang_server(_server_process: ServerProcess, sglang_engine: SGLangEngine) -
         assert time.monotonic() < deadline, "SGLang's server does not come up"
         time.sleep(0.2)
     return _server_process
+
+
+@pytest.fixture(scope="session")
+def sglang_server_engine(sglang_server: Server) -> Iterator[Engine]:
+    """The engine for OpenAI-compatible servers, in front of SGLang's."""
+    engine = load("openai")(EngineSettings(arguments=(f"{sglang_server.url}/v1",)))
+    yield engine
+    engine.close()

@@ -288,7 +288,8 @@ async def test_aborting_an_unknown_turn_does_nothing(engine: Engine) -> None:
 
 def test_identity_is_complete(engine: Engine) -> None:
     identity = engine.identity
-    assert all((identity.engine, identity.version, identity.model, identity.dtype))
+    assert all((identity.engine, identity.version, identity.model))
+    assert identity.dtype or identity.engine == "openai"  # not every server says it
     assert engine.served_name
 
 
@@ -330,7 +331,7 @@ async def test_progress_is_told_in_order(engine: Engine) -> None:
 LONG = {"ignore_eos": True, "max_tokens": 100, "repetition_penalty": 1.0}
 """The penalty, because a model may have one of its own; see generation_config.json."""
 
-KEEP_NOTHING = {"xllamacpp"}
+KEEP_NOTHING = {"xllamacpp", "openai"}
 
 VARIANTS = [
     pytest.param({}, id="plain"),

@@ -21,7 +21,6 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
@@ -46,6 +45,7 @@ from turnmill_worker.engines.base import (
     Progress,
     TurnError,
 )
+from turnmill_worker.engines.calls import name_calls
 from turnmill_worker.engines.kept import can_go_on
 from turnmill_worker.engines.loop_thread import LoopThread
 from turnmill_worker.engines.room import Room, room
@@ -366,7 +366,7 @@ class SGLangEngine:
             raise TurnError(_refusal(response))
         choice = response.choices[0]
         message = choice.message.model_dump(exclude_none=True)
-        _name_calls(message, turn.hash)
+        name_calls(message, turn.hash)
         return Answer(
             message=message,
             finish=choice.finish_reason,
@@ -572,15 +572,6 @@ def _met(space: Room, length: int | None, prompt_tokens: int) -> tuple[Cap | Non
     if length < space.max_tokens:  # a limit of the engine's own, which it applies silently
         return "context", prompt_tokens + length
     return space.limited_by, space.limit
-
-
-def _name_calls(message: dict[str, Any], turn_hash: str) -> None:
-    """Give tool calls ids that are the same whenever the turn is answered the same. Ids that are not
-    random stay: some models' templates are made for their own."""
-    for index, call in enumerate(message.get("tool_calls", ())):
-        if re.fullmatch("call_[0-9a-f]{24}", call["id"]):
-            digest = hashlib.sha256(f"{turn_hash}{index}".encode()).hexdigest()
-            call["id"] = f"call_{digest[:24]}"
 
 
 def _refusal(response: Any) -> str:
