@@ -52,7 +52,7 @@ class _Cut(Exception):
 class ScriptedServer:
     """`misbehave`: of the next requests for answers, one each. `requests`: all that came. `words`: how it refuses what is
     too long, by str.format with prompt, context and asked. `key`: what it wants. `card`: more of what its list says of its
-    model. `other`: responses of other paths, (status, body)."""
+    model. `other`: responses of other paths, (status, body). `deadly`: a text that takes it down, for a moment."""
 
     def __init__(self, *, context: int = 256, slots: int = 4, speed: float = 160.0) -> None:
         arguments = ("--context", str(context), "--latency", "0.002")
@@ -68,6 +68,7 @@ class ScriptedServer:
             "/health": (200, ""),
         }
         self.message: dict[str, Any] = {}
+        self.deadly = ""
         self.engine = build(EngineSettings(slots=slots, arguments=arguments))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -76,6 +77,7 @@ class ScriptedServer:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._server: asyncio.Server | None = None
+        self._restarts: set[asyncio.Task[None]] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self.start()
 
@@ -115,6 +117,11 @@ class ScriptedServer:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
 
+    async def _restart(self) -> None:
+        await self._stop()
+        await asyncio.sleep(0.2)
+        await self._start()
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._serve(reader, writer))
         self._serving.add(task)
@@ -140,6 +147,11 @@ class ScriptedServer:
             card = {"id": "scripted", "object": "model", **self.card}
             known = {"/v1/models": (200, {"object": "list", "data": [card]}), **self.other}
             _send(writer, *known.get(request.path, (404, {"detail": "Not Found"})))
+        elif self.deadly and self.deadly in json.dumps(request.body):
+            task = asyncio.ensure_future(self._restart())
+            self._restarts.add(task)
+            task.add_done_callback(self._restarts.discard)
+            await asyncio.sleep(10)
         else:
             bad = self.misbehave.popleft() if self.misbehave else Misbehaviour()
             if bad.status:

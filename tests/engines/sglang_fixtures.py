@@ -71,8 +71,15 @@ class Server:
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """The response of /v1/chat/completions, errors too."""
+        return self._post("/v1/chat/completions", body)
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The response of /v1/completions, errors too."""
+        return self._post("/v1/completions", body)
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
-            f"{self.url}/v1/chat/completions",
+            f"{self.url}{path}",
             json.dumps(body).encode(),
             {"content-type": "application/json"},
         )
