@@ -50,7 +50,7 @@ class _Cut(Exception):
 
 
 class ScriptedServer:
-    """`misbehave`: of the next requests for answers, one each. `requests`: all that came. `words`: how it refuses what is
+    """`misbehave`: of the next requests for answers, one each. `requests`: all that came, over so many `connections`. `words`: how it refuses what is
     too long, by str.format with prompt, context and asked. `key`: what it wants. `card`: more of what its list says of its
     model. `other`: responses of other paths, (status, body). `deadly`: a text that takes it down, for a moment."""
 
@@ -69,6 +69,7 @@ class ScriptedServer:
         }
         self.message: dict[str, Any] = {}
         self.deadly = ""
+        self.connections = 0
         self.engine = build(EngineSettings(slots=slots, arguments=arguments))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -123,6 +124,7 @@ class ScriptedServer:
         await self._start()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         task = asyncio.ensure_future(self._serve(reader, writer))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)

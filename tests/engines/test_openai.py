@@ -301,6 +301,14 @@ async def test_tool_calls_and_reasoning_are_read(
 
 
 @pytest.mark.parametrize("tools", [None, [WEATHER]], ids=["streamed", "whole"])
+async def test_a_connection_is_used_again(server: ScriptedServer, start: Start, tools: Any) -> None:
+    engine = start()
+    for n in range(3):
+        await ask(engine, turn(f"Say hello {n}", tools=tools))
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize("tools", [None, [WEATHER]], ids=["streamed", "whole"])
 async def test_closing_the_connection_ends_a_cancelled_turn_on_the_server(tools: Any) -> None:
     with contextlib.closing(ScriptedServer(speed=2.0)) as server:
         engine = load("openai")(EngineSettings(arguments=(server.url,)))

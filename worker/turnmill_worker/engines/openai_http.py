@@ -3,6 +3,8 @@ wrong. Nothing is tried again here, and nothing judged."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ _WRITE_SECONDS = 60.0
 _IDLE_SECONDS = 2.0
 """How long a connection is kept for the next request. Servers keep it for 5 s, and a request that meets the end of that
 is lost."""
+_DRAIN_SECONDS = 1.0
 _WORDS_LENGTH = 2000
 """Characters of a refusal that are kept: a proxy's may be a whole page."""
 
@@ -101,10 +104,12 @@ class Connection:
                 if "event-stream" not in response.headers.get("content-type", ""):
                     yield self._read(await response.aread())
                     return
-                async for event in _events(response.aiter_bytes()):
+                events = _events(response.aiter_bytes())
+                async for event in events:
                     if event == b"[DONE]":
-                        return
+                        break
                     yield self._read(event)
+                await _drain(events)
         except httpx.RequestError as error:
             raise self._cut(error) from error
 
@@ -178,6 +183,14 @@ def parse_url(text: str) -> str:
         )
     path = parts.path.rstrip("/") or "/v1"
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+
+
+async def _drain(events: AsyncIterator[bytes]) -> None:
+    """What is left of a stream that has said that it is done: only then can its connection be used again."""
+    with contextlib.suppress(TimeoutError, httpx.RequestError):
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            async for _ in events:
+                pass
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
