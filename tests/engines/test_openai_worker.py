@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.engines.conftest import HTTPX
+from tests.engines.conftest import AIOHTTP
 from tests.engines.scripted_server import ScriptedServer
 from tests.processes import SimWorker, until_async
 
@@ -14,7 +14,7 @@ from turnmill import Client, Failure, Reply, Turn
 from turnmill.settings import Farm
 from turnmill.turn import Message, Sampling
 
-pytestmark = pytest.mark.skipif(not HTTPX, reason="httpx is not installed here")
+pytestmark = pytest.mark.skipif(not AIOHTTP, reason="aiohttp is not installed here")
 
 
 @pytest.fixture

@@ -66,13 +66,21 @@ def build(settings: EngineSettings) -> OpenAIEngine:
     """Waits for the server, for as long as it is not there. Raises UsageError for arguments that are wrong, a key that
     it refuses, and a model that it has not."""
     arguments = _parse(settings)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
     url = parse_url(arguments.url or os.environ.get("OPENAI_BASE_URL") or _no_url())
+    key = _key()
+
+    async def connect() -> tuple[Connection, Facts]:
+        connection = Connection(url, key, arguments.connect_timeout)
+        try:
+            return connection, await _until_there(connection, settings.model)
+        except BaseException:
+            await connection.aclose()
+            raise
+
     thread = LoopThread("openai-engine-loop", lambda: EngineDied("the engine is closed"))
+    thread.run(uvloop.new_event_loop())
     try:
-        connection = thread.call(lambda: Connection(url, _key(), arguments.connect_timeout))
-        thread.run(uvloop.new_event_loop())
-        facts = thread.submit(_until_there(connection, settings.model)).result()
+        connection, facts = thread.submit(connect()).result()
     except BaseException:
         thread.stop()
         raise
