@@ -386,7 +386,7 @@ def arguments_of(engine: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
 def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) -> None:
     known = {"--help", "--version"}.union(
         *(options_of(command) for command in (worker_command, *cli.commands.values())),
-        *(arguments_of(engine, capsys) for engine in ("sim", "local")),
+        *(arguments_of(engine, capsys) for engine in ("sim", "local", "openai")),
     )
     sglang = {
         "--allow-auto-truncate",
@@ -405,7 +405,7 @@ def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) ->
         assert named <= known | sglang | others, (document.name, named - known - sglang - others)
 
 
-@pytest.mark.parametrize("engine", ["sim", "local"])
+@pytest.mark.parametrize("engine", ["sim", "local", "openai"])
 def test_the_arguments_of_an_engine_are_documented(
     engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ from turnmill.tasks import end_tasks
 from turnmill_worker.arq_door import ArqDoor
 from turnmill_worker.claim import Claim, Company, Finish, requeue
 from turnmill_worker.counters import Counters, Vitals
-from turnmill_worker.engines.base import Engine, EngineDied, Progress
+from turnmill_worker.engines.base import Engine, EngineAway, EngineDied, Progress
 from turnmill_worker.exchange import BACK_OFF, FAULTS, Exchanges
 from turnmill_worker.job import RETRY_AFTER, answer_turn
 from turnmill_worker.lease import Held, LeaseKeeper
@@ -225,10 +225,15 @@ class TurnWorker(Worker):
             context=self.capacity.context,
             running=len(self._running),
             tokens=self.counters.made + sum(r.progress.made for r in self._running_now()),
-            state="draining" if self._stopping else "serving",
+            state=self._state(),
             started=self._started,
             heartbeat=time.time(),
         )
+
+    def _state(self) -> str:
+        if self._stopping:
+            return "draining"
+        return "away" if self._pulse.away else "serving"
 
     def vitals(self) -> Vitals:
         """How this worker is; may be called from any thread."""
@@ -354,7 +359,7 @@ class TurnWorker(Worker):
             if self._exchanges.idle:
                 break
             await self._kick.wait()
-        if len(self._running) < self.max_jobs and self.allow_pick_jobs:
+        if len(self._running) < self.max_jobs and self.allow_pick_jobs and not self._pulse.away:
             self._idle.set()
         try:
             await asyncio.wait_for(self._kick.wait(), IDLE_SECONDS)
@@ -380,7 +385,7 @@ class TurnWorker(Worker):
     def _room(self) -> int:
         """How many turns to claim now: at most half of the slots at a time, so that one half is worked on
         while Redis is asked for the other."""
-        if not (self.allow_pick_jobs and self._exchanges.more):
+        if not (self.allow_pick_jobs and self._exchanges.more) or self._pulse.away:
             return 0
         if len(self._exchanges.finished) >= self.settings.unstored:
             return 0
@@ -432,6 +437,10 @@ class TurnWorker(Worker):
         except EngineDied as error:
             finish = requeue(claim, "death")
             died = str(error)
+        except EngineAway as error:
+            # Turns that were in it are struck: one of them may be what takes it down, again and again.
+            finish = requeue(claim, "death" if error.held else "handback")
+            self._pulse.away = str(error)
         except asyncio.CancelledError:
             finish = self._cancelled(running)
         except Exception:

@@ -38,7 +38,7 @@ class EngineSettings:
 class Capacity:
     """What an engine can hold, all data-parallel ranks counted.
 
-    `slots`: turns running at once. `context`: tokens of prompt and answer of one turn, together.
+    `slots`: turns running at once. `context`: tokens of prompt and answer of one turn, together (0: not known).
     `kv_tokens`: tokens of all running turns together (None: not known).
     """
 
@@ -129,7 +129,7 @@ class Answer(NamedTuple):
 
 
 class EngineError(Exception):
-    """Base of what an adapter may raise from `answer` (and `EngineDied` from anywhere)."""
+    """Base of what an adapter may raise from `answer` (`EngineDied` from anywhere, `EngineAway` from `healthy` too)."""
 
 
 class NoRoom(EngineError):
@@ -153,6 +153,15 @@ class TurnError(EngineError):
 
 class EngineDied(EngineError):
     """The engine is gone; every turn in it must be taken up elsewhere."""
+
+
+class EngineAway(EngineError):
+    """The engine cannot be reached for now, and may be again: turns go back, and none are claimed until `healthy`
+    says True. `held`: the turn was in the engine when it went."""
+
+    def __init__(self, why: str, *, held: bool = False) -> None:
+        self.held = held
+        super().__init__(why)
 
 
 class Engine(Protocol):
@@ -183,7 +192,8 @@ class Engine(Protocol):
         ...
 
     async def healthy(self) -> bool:
-        """Whether the engine would answer. Raises EngineDied when it is gone for good."""
+        """Whether the engine would answer. Raises EngineDied when it is gone for good, EngineAway while it
+        cannot be reached."""
         ...
 
     def running(self) -> int:

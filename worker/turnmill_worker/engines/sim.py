@@ -1,9 +1,9 @@
 """A scripted engine, which makes tests and benchmarks exact: latency, speed, context, faults.
 
-A token is a word with the white space before it. The prompt is a line `role: text` for each message.
+A token is a word with the white space before it. The prompt is a line `role: text` for each message, or the turn's own.
 Nothing is cached between turns (`cached_tokens` is 0), tools and `response_format` are read as
 part of the turn but never used, and sampling changes nothing but the answer's length. What a turn is
-answered is a function of its messages alone, so a test can say beforehand what must come back; but for
+answered is a function of its messages or its prompt alone, so a test can say beforehand what must come back; but for
 `chain`, whose first token is random: there a test can see whether an answer is of one piece.
 """
 
@@ -63,9 +63,12 @@ _TOLD_STEP = 0.05
 """The same, where somebody reads along."""
 
 
-def history_hash(messages: Sequence[Message]) -> str:
-    """16 hex digits that change with every change of the messages, their order and number."""
-    text = _canonical(_MESSAGES.dump_python(list(messages), exclude_none=True))
+def history_hash(question: Sequence[Message] | str) -> str:
+    """16 hex digits that change with every change of the prompt, or of the messages, their order and number."""
+    if isinstance(question, str):
+        text = _canonical(question)
+    else:
+        text = _canonical(_MESSAGES.dump_python(list(question), exclude_none=True))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -96,7 +99,7 @@ def _parse(settings: EngineSettings) -> argparse.Namespace:
         "--answer",
         choices=("echo", "history-hash", "words", "chain"),
         default="echo",
-        help="the last user message's text, a digest of all messages, --answer-tokens words, or so many of which "
+        help="the last user message's text or the prompt, a digest of all messages, --answer-tokens words, or so many of which "
         "the first is random and each other follows from the one before it",
     )
     parser.add_argument(
@@ -249,7 +252,7 @@ class SimEngine:
     def _meets_a_fault(self, turn: Turn) -> bool:
         """Does what a fault in the turn asks for. True: the turn is to hang."""
         for effect, needle in self._faults:
-            if not any(needle in _text(message) for message in turn.messages):
+            if not any(needle in text for text in _texts(turn)):
                 continue
             if effect == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -271,9 +274,9 @@ class SimEngine:
     def _plan(self, turn: Turn, max_tokens: int, kept: list[str]) -> _Plan:
         sampling = turn.sampling
         if self._script.answer == "echo":
-            tokens = _TOKEN.findall(_last_user_text(turn.messages))
+            tokens = _TOKEN.findall(_last_user_text(turn))
         elif self._script.answer == "history-hash":
-            tokens = [history_hash(turn.messages)]
+            tokens = [history_hash(turn.question)]
         elif self._script.answer == "words":
             tokens = [_PADDING[0].lstrip()]
         else:
@@ -385,6 +388,7 @@ def _render(turn: Turn, context: int, progress: Progress) -> tuple[int, Room]:
     if wanted is not None and wanted.get("type") not in _RESPONSE_FORMATS:
         raise InvalidRequest(f"response_format: type must be one of {', '.join(_RESPONSE_FORMATS)}")
     lines = [f"{message.role}: {_text(message)}" for message in turn.messages]
+    lines += [turn.prompt] if turn.prompt is not None else []
     lines += [tool.model_dump_json(exclude_none=True) for tool in turn.tools or ()]
     prompt = "\n".join(lines)
     prompt_tokens = len(prompt.split())
@@ -412,11 +416,15 @@ def _text(message: Message) -> str:
     return "\n".join(part for part in (message.reasoning_content, content, *calls) if part)
 
 
-def _last_user_text(messages: Sequence[Message]) -> str:
-    for message in reversed(messages):
+def _texts(turn: Turn) -> list[str]:
+    return [_text(message) for message in turn.messages] if turn.prompt is None else [turn.prompt]
+
+
+def _last_user_text(turn: Turn) -> str:
+    for message in reversed(turn.messages):
         if message.role == "user":
             return _text(message)
-    return _text(messages[-1])
+    return _texts(turn)[-1]
 
 
 def _answer(turn: Turn, plan: _Plan, prompt_tokens: int, space: Room) -> Answer:
