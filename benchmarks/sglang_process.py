@@ -20,6 +20,8 @@ from typing import Any
 from tests.engines import sglang_env
 
 PROMPTS, TOKENS = 128, 128
+NEVER, OFTEN = 3600.0, 0.5
+"""Seconds between two keepings. The answers here take some seconds: often is several times in each."""
 TEXT = "the quick brown fox jumps over the lazy dog. "
 
 
@@ -49,9 +51,9 @@ def main() -> None:
         bench = Bench(engine, AutoTokenizer.from_pretrained(str(model)), producer, Path(folder))
         try:
             bench.direct("warm-up")
-            bench.through_turnmill("warm-up")
+            bench.turnmill("warm-up")
             for number in range(rounds):
-                contenders = [bench.direct, bench.through_turnmill]
+                contenders = [bench.direct, bench.turnmill, bench.keeping]
                 for contender in contenders if number % 2 == 0 else reversed(contenders):
                     print(json.dumps(vars(contender(f"round {number}"))), flush=True)
         finally:
@@ -86,9 +88,16 @@ class Bench:
         tokens = asyncio.run(everything())
         return Measured("direct", tokens, time.perf_counter() - started)
 
-    def through_turnmill(self, name: str) -> Measured:
+    def turnmill(self, name: str) -> Measured:
+        return self._through_turnmill("turnmill", name, keep_every=NEVER)
+
+    def keeping(self, name: str) -> Measured:
+        return self._through_turnmill("keeping", f"{name} keeping", keep_every=OFTEN)
+
+    def _through_turnmill(self, contender: str, name: str, keep_every: float) -> Measured:
         """`turnmill run` in a process of its own, a server in another, and a worker around the engine here."""
         from turnmill.settings import Farm
+        from turnmill_worker.settings import WorkerSettings
         from turnmill_worker.worker import TurnWorker
 
         run = name.replace(" ", "-")
@@ -106,7 +115,9 @@ class Bench:
 
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
-        worker = TurnWorker(self._engine, Farm(os.environ["REDIS_URL"]))
+        worker = TurnWorker(
+            self._engine, Farm(os.environ["REDIS_URL"]), WorkerSettings(keep_every=keep_every)
+        )
 
         async def produce() -> bytes:
             process = await asyncio.create_subprocess_exec(
@@ -122,7 +133,7 @@ class Bench:
         seconds = loop.run_until_complete(_span(self._folder / run / "replies.jsonl"))
         loop.close()
         assert report["outcomes"]["completed"] == PROMPTS, report
-        return Measured("turnmill", report["tokens"]["completion"], seconds)
+        return Measured(contender, report["tokens"]["completion"], seconds)
 
 
 async def _span(replies: Path) -> float:

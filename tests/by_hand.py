@@ -82,7 +82,7 @@ class Hand:
     async def renew(self) -> tuple[list[str], list[str], bool]:
         """What is lost, what nobody wants, and whether there is more upkeep to do."""
         held = [part for claim in self.held.values() for part in (claim.hash, claim.token)]
-        lost, unwanted, again = await self.farm.script(RENEW, *held)
+        lost, unwanted, again, _ = await self.farm.script(RENEW, *held)
         return [hash.decode() for hash in lost], [hash.decode() for hash in unwanted], bool(again)
 
     async def answer(self, claim: Claim, text: str = "") -> int:
@@ -154,6 +154,7 @@ class ByHand:
         fresh: bool = True,
         going: bool = False,
         retry_failed: bool = False,
+        stream: bool = False,
         body: bytes | None = None,
     ) -> list[State]:
         """ENQUEUE. Without `fresh` it is a poll, which has no body unless one is given."""
@@ -164,6 +165,7 @@ class ByHand:
                 fresh,
                 going,
                 retry_failed,
+                stream,
             )
             for name in names
         ]

@@ -21,10 +21,12 @@ from turnmill.errors import (
     RedisAway,
     RedisUnusable,
     RunInUse,
+    StreamBroken,
     TurnFailed,
     TurnmillError,
     UsageError,
 )
+from turnmill.reading import Delta
 from turnmill.reply import EngineIdentity, Failure, Reply, Trace, Usage
 from turnmill.turn import Message, Sampling, Tool, Turn
 
@@ -36,6 +38,7 @@ __all__ = [
     "CannotWrite",
     "Client",
     "ClientClosed",
+    "Delta",
     "EngineIdentity",
     "Failure",
     "FarmStatus",
@@ -49,6 +52,7 @@ __all__ = [
     "Reply",
     "RunInUse",
     "Sampling",
+    "StreamBroken",
     "Tool",
     "Trace",
     "Turn",

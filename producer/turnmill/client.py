@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import math
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -25,7 +26,19 @@ from redis.exceptions import RedisError
 from turnmill.errors import ClientClosed, OtherDraw, RecordError, TurnmillError, UsageError
 from turnmill.faults import passes, patiently, translate
 from turnmill.holdings import Holdings
-from turnmill.queue import BATCH_BYTES, BATCH_TURNS, Ask, Depth, Draw, Lane, Queue, State
+from turnmill.queue import (
+    BATCH_BYTES,
+    BATCH_TURNS,
+    GREATEST_WEIGHT,
+    LEAST_WEIGHT,
+    Ask,
+    Depth,
+    Draw,
+    Lane,
+    Queue,
+    State,
+)
+from turnmill.reading import Delta, Listener
 from turnmill.reply import Reply, Trace
 from turnmill.settings import Farm, check_name
 from turnmill.store import READ_BATCH, BenchedWorker, Ending, RunInfo, Store, WorkerInfo
@@ -100,8 +113,10 @@ class Client:
     ) -> None:
         if type(priority) is not int or not 0 <= priority <= 9:
             raise UsageError(f"priority {priority}: a whole number from 0 to 9")
-        if not 0 < weight < math.inf:
-            raise UsageError(f"weight {weight}: must be a number above 0")
+        if not LEAST_WEIGHT <= weight <= GREATEST_WEIGHT:
+            raise UsageError(
+                f"weight {weight}: must be a number from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}"
+            )
         if deadline is not None and not 0.001 <= deadline < math.inf:
             raise UsageError(f"deadline {deadline}: seconds, at least 0.001")
         self.farm = Farm.from_environment(url, namespace)
@@ -113,6 +128,7 @@ class Client:
         self._pending: dict[str, _Pending] = {}
         self._beside: set[_Pending] = set()
         self._lanes: dict[str, _Lane] = {}
+        self._listeners: dict[str, Listener] = {}
         self._poller: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -133,6 +149,8 @@ class Client:
         self._closed = True
         lanes = self._lanes.values()
         await end_tasks([self._poller, *(t for lane in lanes for t in (lane.flush, lane.reader))])
+        for listener in self._listeners.values():
+            await listener.end()
         for pending in [*self._pending.values(), *self._beside]:
             self._drop(pending, ClientClosed("the Client was closed while this waited"))
         await self._redis.aclose(close_connection_pool=True)
@@ -155,11 +173,12 @@ class Client:
         *,
         going: bool = False,
         retry_failed: bool = False,
+        stream: bool = False,
         draw: Draw | None = None,
     ) -> State:
-        """As `submit`; returns the state in which the ask found the turn. `draw`: which draw it is, where Redis is to
-        say. Raises OtherDraw if it is another one: nothing was submitted then."""
-        pending = self._ask(turn, going=going, retry_failed=retry_failed, draw=draw)
+        """As `submit`; returns the state in which the ask found the turn. `stream`: it will be read by `stream`. `draw`:
+        which draw it is, where Redis is to say. Raises OtherDraw if it is another one: nothing was submitted then."""
+        pending = self._ask(turn, going=going, retry_failed=retry_failed, stream=stream, draw=draw)
         return await asyncio.shield(pending.state)
 
     async def submit_many(self, turns: Iterable[Turn], *, retry_failed: bool = False) -> list[str]:
@@ -187,6 +206,42 @@ class Client:
         ending = await self._ending(pending)
         return await pending.state, ending
 
+    async def stream(
+        self, turn: Turn, *, going: bool = False, retry_failed: bool = False
+    ) -> AsyncGenerator[Delta | Ending, None]:
+        """Submit one turn, and read its answer while it grows: pieces of its content, which joined are the beginning of
+        the reply's; last its ending. Who stops reading leaves the turn in the queue.
+
+        There are no pieces of an answer that could not go on elsewhere if its worker died, or that may become a tool call;
+        nor of one that was there already. Raises StreamBroken if the turn had to be begun again after pieces were read.
+        """
+        pending = self._ask(turn, going=going, retry_failed=retry_failed, stream=True)
+        if await asyncio.shield(pending.state) == "answered":
+            yield await self._ending(pending)
+            return
+        listener = self._listeners.get(turn.model)
+        if listener is None:
+            listener = Listener(self._redis, self.farm.keys, turn.model)
+            self._listeners[turn.model] = listener
+        reading = listener.open(turn.hash)
+        pending.ending.add_done_callback(reading.wake)
+        try:
+            while True:
+                if new := reading.take():
+                    yield Delta(new)
+                elif pending.ending.done():
+                    break
+                else:
+                    await reading.wait()
+        finally:
+            pending.ending.remove_done_callback(reading.wake)
+            listener.close(reading)
+        ending = await self._ending(pending)
+        if isinstance(ending, Reply):
+            content = ending.message.content
+            reading.check(content if isinstance(content, str) else "")
+        yield ending
+
     async def wait(self, hash: str, timeout: float | None = None) -> Ending:
         """Wait until a turn has ended. It may have been submitted by anybody. Raises TimeoutError, and
         UsageError when nothing is known of that hash."""
@@ -203,20 +258,25 @@ class Client:
 
     async def as_ended(
         self, hashes: Sequence[str], timeout: float | None = None
-    ) -> AsyncIterator[tuple[str, Ending]]:
+    ) -> AsyncGenerator[tuple[str, Ending]]:
         """Hashes and endings, in the order in which they end. Raises TimeoutError."""
 
         async def named(hash: str) -> tuple[str, Ending]:
             return hash, await self.wait(hash)
 
-        for next_one in asyncio.as_completed([named(hash) for hash in hashes], timeout=timeout):
-            yield await next_one
+        tasks = [asyncio.ensure_future(named(hash)) for hash in hashes]
+        try:
+            for next_one in asyncio.as_completed(tasks, timeout=timeout):
+                yield await next_one
+        finally:
+            await end_tasks(tasks)
 
     async def wait_many(
         self, hashes: Sequence[str], timeout: float | None = None
     ) -> dict[str, Ending]:
         """Endings by hash, in the order of the hashes, once all have ended. Raises TimeoutError."""
-        endings = {hash: ending async for hash, ending in self.as_ended(hashes, timeout)}
+        async with contextlib.aclosing(self.as_ended(hashes, timeout)) as ended:
+            endings = {hash: ending async for hash, ending in ended}
         return {hash: endings[hash] for hash in hashes}
 
     @property
@@ -293,6 +353,7 @@ class Client:
         fresh: bool = True,
         going: bool = False,
         retry_failed: bool = False,
+        stream: bool = False,
         draw: Draw | None = None,
     ) -> _Pending:
         self._check_usable()
@@ -300,9 +361,13 @@ class Client:
         if waited_for is not None and waited_for.ending.done():
             waited_for = None
         if waited_for is not None and draw is None:
+            if stream and not waited_for.ask.stream:
+                waited_for.ask = replace(waited_for.ask, stream=True)
+                if waited_for.state.done():
+                    self._send(turn.model, [waited_for])
             return waited_for
         loop = asyncio.get_running_loop()
-        ask = Ask(turn.hash, encode_turn(turn), fresh, going, retry_failed, draw)
+        ask = Ask(turn.hash, encode_turn(turn), fresh, going, retry_failed, stream, draw)
         ending = waited_for.ending if waited_for else loop.create_future()
         pending = _Pending(turn, ask, loop.create_future(), ending)
         if waited_for is None:
@@ -345,25 +410,26 @@ class Client:
         )
         if lane.reader is None or lane.reader.done():
             lane.reader = asyncio.get_running_loop().create_task(self._follow(model, position))
-        ended, unknown = [], []
-        for pending, state in zip(batch, states, strict=True):
+        ended, again = [], []
+        for pending, asked, state in zip(batch, asks, states, strict=True):
             # From now on it is only polled for: asking afresh again would undo a cancel.
-            pending.ask = Ask(pending.ask.hash, fresh=False, going=pending.ask.going)
+            pending.ask = replace(pending.ask, body=b"", fresh=False, retry_failed=False, draw=None)
             if isinstance(state, int):
                 self._drop(pending, OtherDraw(state))
-            elif state == "unknown":
-                unknown.append(pending)
-            elif not pending.state.done():
+                continue
+            if state == "unknown":
+                pending.ask = replace(pending.ask, body=encode_turn(pending.turn))
+                again.append(pending)
+            elif pending.ask.stream and not asked.stream:  # somebody wants to read it meanwhile
+                again.append(pending)
+            if state != "unknown" and not pending.state.done():
                 pending.state.set_result(state)
             if state in ("answered", "failed", "cancelled", "deadline"):
                 ended.append(pending.ask.hash)
         if ended:
             await self._resolve(ended)
-        for pending in unknown:
-            body = encode_turn(pending.turn)
-            pending.ask = Ask(pending.ask.hash, body, fresh=False, going=pending.ask.going)
-        if unknown:
-            self._send(model, unknown)
+        if again:
+            self._send(model, again)
 
     # Hearing that turns have ended
 

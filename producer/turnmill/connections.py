@@ -1,4 +1,4 @@
-"""Connections to Redis: redis-py's asyncio ones, with two things mended."""
+"""Connections to Redis: redis-py's asyncio ones, with three things mended."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ class _Mended:
         """By hiredis: in Python it takes ten times as long."""
         packed: list[bytes] = _serializer.pack(*args)
         return packed
+
+    async def can_read_destructive(self) -> bool:
+        """Asked before each use, whether a connection is still good: by what the loop knows of it. To wait for the
+        loop to look, as redis-py does, holds a command back until all else that is ready has had its turn."""
+        reader = self._reader  # type: ignore[attr-defined]
+        if reader is None or reader.at_eof() or reader.exception():
+            raise ConnectionError("the connection has ended")
+        return False
 
     async def send_packed_command(
         self, command: bytes | str | Iterable[bytes], check_health: bool = True

@@ -15,6 +15,7 @@ TurnmillError
 ├── QueueFull             Redis has no room for more turns now; ask again later
 ├── RecordError           a stored record cannot be read
 │   └── NewerRecord       it was written by a newer turnmill; leave it alone
+├── StreamBroken          an answer does not go on from what was streamed of it; the turn itself goes on
 └── TurnFailed            a turn ended as a failure; carries the Failure
 """
 
@@ -116,6 +117,11 @@ class RecordError(TurnmillError):
 
 class NewerRecord(RecordError):
     """A record was written in a newer wire version than this turnmill reads."""
+
+
+class StreamBroken(TurnmillError):
+    """What was streamed of an answer is not the beginning of the answer any more: another engine had to begin again.
+    The turn itself goes on: who asks for it without a stream gets its ending."""
 
 
 class TurnFailed(TurnmillError):

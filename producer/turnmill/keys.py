@@ -48,6 +48,9 @@ class Keys:
     def partial(self, hash: str) -> str:
         return f"{self.prefix}p:{hash}"
 
+    def told_of(self, hash: str) -> str:
+        return f"{self.prefix}s:{hash}"
+
     def jobs_of(self, hash: str) -> str:
         return f"{self.prefix}a:{hash}"
 
@@ -61,6 +64,9 @@ class Keys:
 
     def finished(self, model: str) -> str:
         return f"{self.queue(model)}finished"
+
+    def told(self, model: str) -> str:
+        return f"{self.queue(model)}told"
 
     def wake(self, model: str) -> str:
         return f"{self.queue(model)}wake"

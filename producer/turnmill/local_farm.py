@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from turnmill.faults import patiently
 from turnmill.files import writing
 from turnmill.restarts import Pauses, how_it_ended
 from turnmill.settings import Farm
-from turnmill.store import Store
+from turnmill.store import BenchedWorker, Store, WorkerInfo
 
 log = logging.getLogger("turnmill.local")
 
@@ -88,16 +89,26 @@ class WorkerProcess:
 
     async def served_model(self, store: Store) -> str:
         """The model name that turns have to ask for, once the worker says that it serves."""
+        said = False
         while True:
             workers = await patiently(store.workers, patience=None, doing="waiting for the worker")
-            for worker in workers:
-                if (
-                    self._process
-                    and worker.pid == self._process.pid
-                    and worker.host == socket.gethostname()
-                ):
-                    return worker.model
+            for worker in filter(self._is_ours, workers):
+                return worker.model
+            benched = await patiently(store.benched, patience=None, doing="waiting for the worker")
+            for one in filter(self._is_ours, benched):
+                if not said:
+                    log.warning(
+                        "the worker has crashed too often and waits for %.0f s before it tries again: %s. Its log: %s",
+                        one.until - time.time(),
+                        one.why,
+                        self.log_file,
+                    )
+                said = True
             await asyncio.sleep(0.1)
+
+    def _is_ours(self, worker: WorkerInfo | BenchedWorker) -> bool:
+        pid = self._process.pid if self._process else None
+        return worker.pid == pid and worker.host == socket.gethostname()
 
     async def keep_alive(self) -> None:
         """Start the worker again when it ends, ever more slowly if it keeps ending. Raises WorkerUnusable

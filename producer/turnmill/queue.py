@@ -13,6 +13,8 @@ from turnmill.scripts import CANCEL, ENQUEUE, FORGET, SETTLE, TEND, call
 
 State = Literal["answered", "failed", "cancelled", "deadline", "queued", "running", "unknown"]
 
+LEAST_WEIGHT, GREATEST_WEIGHT = 0.001, 1000.0
+"""Of a run. Beyond them virtual times grow until a turn adds nothing to them, and sharing is over for all."""
 BATCH_TURNS = 500
 BATCH_BYTES = 4 << 20
 """What one ENQUEUE carries at most, so that Redis is never busy long with one call."""
@@ -49,8 +51,8 @@ class Ask:
     """One turn asked for. `body` is the stored form (wire.encode_turn), or empty for a poll.
 
     `fresh`: asked for anew, which undoes an earlier cancel or failure. `going`: the next turn of a
-    conversation that is under way. `retry_failed`: ask again even what failed for good. `draw`: which draw of
-    it, if Redis is to say.
+    conversation that is under way. `retry_failed`: ask again even what failed for good. `stream`: tell of the
+    answer while it grows. `draw`: which draw of it, if Redis is to say.
     """
 
     hash: str
@@ -58,11 +60,12 @@ class Ask:
     fresh: bool = True
     going: bool = False
     retry_failed: bool = False
+    stream: bool = False
     draw: Draw | None = None
 
     @property
     def flags(self) -> str:
-        plain = "f" * self.fresh + "g" * self.going + "r" * self.retry_failed
+        plain = "f" * self.fresh + "g" * self.going + "r" * self.retry_failed + "s" * self.stream
         return plain + self.draw.flags if self.draw else plain
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
 
@@ -56,6 +57,10 @@ class Farm:
         options: dict[str, Any] = {"health_check_interval": 30, "socket_timeout": SOCKET_SECONDS}
         if not self.url.startswith("unix:"):
             options |= {"socket_keepalive": True, "socket_connect_timeout": 5}
+        query = parse_qs(urlsplit(self.url).query)
+        for option in ("decode_responses", "protocol", "encoding"):
+            if option in query:
+                raise UsageError(f"REDIS_URL {self.address!r}: {option} is not to be set")
         try:
             pool = BlockingConnectionPool.from_url(
                 self.url, max_connections=connections, timeout=None, **options

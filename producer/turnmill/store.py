@@ -26,8 +26,8 @@ BENCH_SILENCE = 10.0
 
 
 class WorkerInfo(BaseModel):
-    """What a worker says of itself, twice a second. `state`: serving or draining. `tokens`: made since it started,
-    those of running turns too."""
+    """What a worker says of itself, twice a second. `state`: serving, draining, or away (its engine cannot be
+    reached). `tokens`: made since it started, those of running turns too."""
 
     model_config = ConfigDict(frozen=True)
 

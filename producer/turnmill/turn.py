@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from turnmill.canonical import Canonical, canonical
 from turnmill.errors import BadTurn
@@ -21,6 +29,8 @@ HASH_VERSION = 1
 """Part of the hashed JSON; it changes only if the meaning of an existing field changes."""
 
 _MAX_EXACT_INT = 2**53 - 1
+
+_CHAT_ONLY = ("tools", "tool_choice", "chat_template_kwargs")
 
 
 class Message(BaseModel):
@@ -81,6 +91,8 @@ class Sampling(BaseModel):
 class Turn(BaseModel):
     """One request for one assistant message.
 
+    Either `messages` are the question, or `prompt` is: a text that the model goes on with, past any chat template. The
+    reply's `content` is then the text that follows it.
     `sample` tells draws apart: two turns that differ only in it are two draws from the same
     distribution, and are never merged.
     """
@@ -89,7 +101,8 @@ class Turn(BaseModel):
 
     model: Annotated[str, Field(min_length=1)]
     revision: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: list[Message] = []
+    prompt: Annotated[str, Field(min_length=1)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
@@ -102,6 +115,24 @@ class Turn(BaseModel):
     def _no_tools_is_absent(cls, value: Any) -> Any:
         return value or None
 
+    @model_validator(mode="after")
+    def _asks_one_thing(self) -> Self:
+        if self.prompt is None:
+            if not self.messages:
+                raise _wrong("messages: Field required, unless there is a prompt")
+            return self
+        if self.messages:
+            raise _wrong("prompt: not beside messages")
+        for field in _CHAT_ONLY:
+            if getattr(self, field) is not None:
+                raise _wrong(f"{field}: not beside a prompt, which no chat template sees")
+        return self
+
+    @property
+    def question(self) -> list[Message] | str:
+        """What is asked: the messages, or the prompt."""
+        return self.messages if self.prompt is None else self.prompt
+
     @property
     def shared(self) -> bool:
         """Whether everybody who asks this may be given the same answer: it is greedy or seeded."""
@@ -111,8 +142,9 @@ class Turn(BaseModel):
     def canonical(self) -> Canonical:
         """What identifies this turn, as canonical JSON. Raises BadTurn if it has none."""
         fields = self.model_dump(exclude_none=True)
-        if not fields["sampling"]:
-            del fields["sampling"]
+        for field in ("sampling", "messages"):
+            if not fields[field]:
+                del fields[field]
         return canonical({"v": HASH_VERSION, **fields})
 
     @property
@@ -140,6 +172,11 @@ class Turn(BaseModel):
             return cls.model_validate(fields)
         except ValidationError as error:
             raise BadTurn(explain(error)) from None
+
+
+def _wrong(text: str) -> PydanticCustomError:
+    """As a ValueError, which pydantic would introduce as one."""
+    return PydanticCustomError("turn", "{text}", {"text": text})
 
 
 def explain(error: ValidationError) -> str:

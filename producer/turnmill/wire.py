@@ -17,6 +17,8 @@ COMPRESS_FROM = 2048
 smaller records would cost as much and save a few hundred bytes."""
 
 _ZLIB = b"Z"
+LARGEST = 256 << 20
+"""Bytes of a record once it is unpacked: a few kB of zlib can hold gigabytes, which would end who reads them."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -30,13 +32,19 @@ def pack(data: bytes) -> bytes:
 
 
 def unpack(data: bytes) -> bytes:
-    """The JSON bytes of a stored record. Raises RecordError if they are damaged."""
+    """The JSON bytes of a stored record. Raises RecordError if they are damaged or too many."""
     if data[:1] != _ZLIB:
         return data
+    stream = zlib.decompressobj()
     try:
-        return zlib.decompress(data[1:])
+        whole = stream.decompress(data[1:], LARGEST)
     except zlib.error as error:
         raise RecordError(f"a compressed record is damaged: {error}") from None
+    if stream.unconsumed_tail:
+        raise RecordError(f"a compressed record holds more than {LARGEST >> 20} MB")
+    if not stream.eof:
+        raise RecordError("a compressed record is damaged: its end is missing")
+    return whole
 
 
 def encode(record: BaseModel | dict[str, Any]) -> bytes:

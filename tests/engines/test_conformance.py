@@ -13,6 +13,7 @@ from tests.engines.asking import ask, new_rid, turn, until
 from turnmill.turn import Turn
 from turnmill_worker.engines.base import Answer, Engine, InvalidRequest, NoRoom, Progress
 from turnmill_worker.engines.kept import Part
+from turnmill_worker.engines.sglang import SGLangEngine
 
 WEATHER = {
     "type": "function",
@@ -112,6 +113,62 @@ async def test_tools_and_their_results_are_taken(engine: Engine) -> None:
         ),
     )
     assert answer.message["role"] == "assistant"
+
+
+# Prompts without a chat
+
+
+def goes_on_from(prompt: str, **sampling: Any) -> Turn:
+    return turn(prompt=prompt, **sampling)
+
+
+async def test_a_prompt_is_gone_on_with(engine: Engine) -> None:
+    progress = Progress()
+    answer = await ask(engine, goes_on_from("The miller went to the", ignore_eos=True), progress)
+    assert set(answer.message) == {"role", "content"}
+    assert answer.message["role"] == "assistant"
+    assert answer.message["content"]
+    assert (answer.finish, answer.limited_by, answer.limit) == ("length", "output", 8)
+    assert answer.usage.completion_tokens == progress.tokens == 8
+    assert progress.request["prompt_tokens"] == answer.usage.prompt_tokens
+    assert progress.request["endpoint"]
+
+
+async def test_no_chat_template_is_put_around_a_prompt(engine: Engine) -> None:
+    text = "The miller went to the river"
+    prompt, chat = goes_on_from(text, max_tokens=1), turn(text, max_tokens=1)
+    assert await prompt_tokens(engine, prompt) < await prompt_tokens(engine, chat)
+
+
+async def test_a_prompt_without_room_is_refused(engine: Engine) -> None:
+    progress = Progress()
+    with pytest.raises(NoRoom) as refused:
+        await ask(engine, goes_on_from("word " * engine.capacity().context), progress)
+    assert refused.value.prompt_tokens >= refused.value.limit
+    assert progress.sent is None
+
+
+async def test_going_on_with_a_prompt_is_cut_to_the_room_that_is_left(engine: Engine) -> None:
+    base = await prompt_tokens(engine, goes_on_from("a" + " a" * 10, max_tokens=1))
+    longer = await prompt_tokens(engine, goes_on_from("a" + " a" * 20, max_tokens=1))
+    words = (engine.capacity().context - 8 - base) * 10 // (longer - base)
+    nearly_full = goes_on_from("a" + " a" * (10 + words), ignore_eos=True, max_tokens=100)
+    answer = await ask(engine, nearly_full)
+    assert (answer.finish, answer.limited_by) == ("length", "context")
+    context = answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.limit == context == engine.capacity().context
+
+
+async def test_logprobs_beside_a_prompt_have_the_shape_of_a_chat_s(engine: Engine) -> None:
+    asked = goes_on_from("The river", ignore_eos=True, max_tokens=4, logprobs=True, top_logprobs=2)
+    answer = await ask(engine, asked)
+    assert answer.logprobs is not None
+    content = answer.logprobs["content"]
+    assert len(content) == 4
+    for token in content:
+        assert set(token) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert 1 <= len(token["top_logprobs"]) <= 2
+        assert token["logprob"] == token["top_logprobs"][0]["logprob"] <= 0
 
 
 # Limits
@@ -232,7 +289,8 @@ async def test_aborting_an_unknown_turn_does_nothing(engine: Engine) -> None:
 
 def test_identity_is_complete(engine: Engine) -> None:
     identity = engine.identity
-    assert all((identity.engine, identity.version, identity.model, identity.dtype))
+    assert all((identity.engine, identity.version, identity.model))
+    assert identity.dtype or identity.engine == "openai"  # not every server says it
     assert engine.served_name
 
 
@@ -274,10 +332,11 @@ async def test_progress_is_told_in_order(engine: Engine) -> None:
 LONG = {"ignore_eos": True, "max_tokens": 100, "repetition_penalty": 1.0}
 """The penalty, because a model may have one of its own; see generation_config.json."""
 
-KEEP_NOTHING = {"xllamacpp"}
+KEEP_NOTHING = {"xllamacpp", "openai"}
 
 VARIANTS = [
     pytest.param({}, id="plain"),
+    pytest.param({"prompt": "The miller went to the"}, id="prompt"),
     pytest.param({"logprobs": True, "top_logprobs": 2}, id="logprobs"),
 ]
 
@@ -309,11 +368,12 @@ def as_one(answer: Answer) -> tuple[Any, ...]:
     return answer.message, answer.finish, answer.limited_by, answer.limit, usage, probabilities
 
 
-@pytest.mark.parametrize("sampling", VARIANTS)
+@pytest.mark.parametrize("fields", VARIANTS)
 async def test_an_answer_goes_on_as_if_it_had_been_made_at_once(
-    engine: Engine, sampling: dict[str, Any]
+    engine: Engine, fields: dict[str, Any]
 ) -> None:
-    asked = turn("Tell me of the river", **LONG, **sampling)
+    messages = () if "prompt" in fields else ("Tell me of the river",)
+    asked = turn(*messages, **LONG, **fields)
     whole = await ask(engine, asked)
     part = await unfinished(engine, asked, least=40)
     progress = Progress(kept=[part])
@@ -347,3 +407,93 @@ async def test_a_turn_that_may_not_go_on_starts_again(engine: Engine) -> None:
     assert progress.resumed_at == 0
     assert progress.growing is None
     assert answer.usage.completion_tokens == 5
+
+
+# What readers are told of an answer that grows
+
+
+def told_of(progress: Progress) -> str:
+    assert progress.telling is not None
+    return progress.telling(0)
+
+
+async def read_along(engine: Engine, asked: Turn) -> tuple[Answer, list[tuple[str, Part]]]:
+    """An answer; and, whenever there was more of it to read, what had been read and what could be kept by then."""
+    progress = Progress(streamed=True)
+    task = asyncio.create_task(ask(engine, asked, progress))
+    await until(lambda: progress.sent or task.done())
+    assert progress.telling is not None
+    assert progress.growing is not None
+    text, seen = "", list[tuple[str, Part]]()
+    while not task.done():
+        if new := progress.telling(len(text)):
+            text += new
+            seen.append((text, progress.growing(0)))
+        await asyncio.sleep(0.001)
+    return await task, seen
+
+
+@pytest.fixture
+def plain(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The engine, as it is where it may tell of its answers."""
+    if engine.identity.engine in KEEP_NOTHING:
+        pytest.skip("nothing is told of this engine's answers")
+    if isinstance(engine, SGLangEngine):
+        monkeypatch.setattr(engine._chat, "reasoning_parser", None)
+    return engine
+
+
+WORDS = " ".join(f"ö{number}" if number % 6 else f"{number}水👩‍🌾" for number in range(40))
+"""What the scripted engine says: no part of it comes twice, and some characters are of several tokens for others."""
+
+
+async def goes_on(engine: Engine, asked: Turn, part: Part, text: str) -> Answer:
+    """The answer of a try that goes on from a part, and at once tells what was told."""
+    progress = Progress(kept=[part], streamed=True)
+    task = asyncio.create_task(ask(engine, asked, progress))
+    await until(lambda: progress.sent or task.done())
+    assert told_of(progress).startswith(text)
+    return await task
+
+
+async def test_what_is_told_is_true_of_the_answer_and_of_one_that_goes_on(plain: Engine) -> None:
+    asked = turn(WORDS, **LONG)
+    answer, seen = await read_along(plain, asked)
+    content = str(answer.message["content"])
+    assert len(seen) > 5
+    assert all(content.startswith(text) for text, _ in seen)
+    assert len(seen[-1][0]) > len(content) // 2
+    for text, part in seen[1 : -1 : max(1, len(seen) // 4)]:
+        assert as_one(await goes_on(plain, asked, part, text)) == as_one(answer)
+
+
+async def test_no_beginning_of_a_stop_string_is_told(plain: Engine) -> None:
+    whole = str((await ask(plain, turn(WORDS, **LONG))).message["content"])
+    new = (at for at in range(len(whole) // 3, len(whole)) if whole.index(whole[at:][:7]) == at)
+    if (start := next(new, None)) is None:
+        pytest.skip("the answer repeats itself")
+    never = "\N{OGONEK}"
+    stops = [whole[start:][:7], whole[start - 9 :][:3] + never, whole[start // 2 :][:3] + never]
+    asked = turn(WORDS, **LONG, stop=stops)
+    answer, seen = await read_along(plain, asked)
+    assert answer.finish == "stop"
+    assert answer.message["content"] == whole[:start]
+    assert seen
+    for text, _ in seen:
+        assert whole[:start].startswith(text)
+        assert not any(text.endswith(stop[:n]) for stop in stops for n in range(1, len(stop)))
+    text, part = seen[-1]
+    assert as_one(await goes_on(plain, asked, part, text)) == as_one(answer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"seed": 7}, {"frequency_penalty": 0.5}, {"tools": [WEATHER]}],
+    ids=["seed", "penalty", "tools"],
+)
+async def test_nothing_is_told_of_what_may_not_go_on_or_become_a_call(
+    plain: Engine, fields: dict[str, Any]
+) -> None:
+    progress = Progress(streamed=True)
+    await ask(plain, turn("Say hello", **fields), progress)
+    assert progress.telling is None

@@ -545,6 +545,39 @@ async def test_prompt_and_reply_are_those_of_sglangs_http_server(
     assert rounded(ours.answer.logprobs) == rounded(choice["logprobs"])
 
 
+PROMPTS = {
+    "plain": {"prompt": "Once upon a time"},
+    "a template's own marks": {"prompt": "<|im_start|>user\nHello<|im_end|>\n"},
+    "logprobs": {"prompt": "The river", "logprobs": True, "top_logprobs": 2},
+    "json": {"prompt": "The river", "response_format": {"type": "json_object"}},
+    "stop strings": {"prompt": "The river", "stop": ["e", "a"]},
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+async def test_what_follows_a_prompt_is_as_from_sglangs_http_server(
+    ask: Ask, sglang_server: Server, name: str
+) -> None:
+    fields = {"temperature": 0, "max_tokens": 12, **PROMPTS[name]}
+    body = {key: fields[key] for key in fields if key not in ("logprobs", "top_logprobs")}
+    if "logprobs" in fields:
+        body["logprobs"] = fields["top_logprobs"]
+    theirs = await asyncio.to_thread(sglang_server.complete, {"model": "tiny-qwen2", **body})
+    choice = theirs["choices"][0]
+    sampling = {key: fields.pop(key) for key in list(fields) if key in SAMPLING_FIELDS}
+    ours = await ask([], sampling=sampling, **fields)
+
+    assert ours.answer.message == {"role": "assistant", "content": choice["text"]}
+    assert ours.answer.finish == choice["finish_reason"]
+    assert ours.answer.usage.prompt_tokens == theirs["usage"]["prompt_tokens"]
+    assert ours.answer.usage.completion_tokens == theirs["usage"]["completion_tokens"]
+    if "logprobs" in body:
+        content = (ours.answer.logprobs or {})["content"]
+        assert rounded([token["logprob"] for token in content]) == rounded(
+            choice["logprobs"]["token_logprobs"]
+        )
+
+
 SAMPLING_FIELDS = {
     "temperature",
     "max_tokens",

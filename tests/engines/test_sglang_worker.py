@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 from tests.engines import sglang_env
 from tests.processes import ValkeyServer, until, until_async
 
-from turnmill import Client, Reply, Turn
+from turnmill import Client, Delta, Reply, Turn
 from turnmill.settings import Farm
 from turnmill.store import WorkerInfo
 
@@ -92,8 +93,12 @@ async def test_answers_side_by_side_and_goes_on_when_an_engine_or_a_worker_dies(
         assert trace.request["endpoint"] == "engine.generate"
         assert trace.engine == info.engine
 
-        waiting = await client.submit_many(_turn(f"long {i}", LONG) for i in range(MANY))
+        long = [_turn(f"long {i}", LONG) for i in range(MANY)]
+        waiting = await client.submit_many(long[READ:])
+        waiting = [turn.hash for turn in long[:READ]] + waiting
+        readers = [_Reader(client, turn) for turn in long[:READ]]
         await until_async(lambda: _kept(client, waiting, 60), "much is kept of the long turns", 100)
+        await until_async(lambda: _read(readers, 10), "they are read meanwhile")
         os.kill(_scheduler(worker.pid), signal.SIGKILL)
         assert await asyncio.to_thread(worker.wait, 60) == 70
 
@@ -103,11 +108,14 @@ async def test_answers_side_by_side_and_goes_on_when_an_engine_or_a_worker_dies(
         assert depth.queued == MANY
         assert [await client.result(hash) for hash in waiting] == [None] * MANY
         assert await client.store.workers() == []
+        before = [reader.pieces for reader in readers]
         until(lambda: not _sglang_left(worker.pid), "SGLang's processes are gone")
 
         worker = workers.start()
         await workers.serves(client)
         await until_async(lambda: _kept(client, waiting, 150), "more is kept of them", 100)
+        longer = [pieces + 5 for pieces in before]
+        await until_async(lambda: _read(readers, *longer), "the text goes on")
         worker.kill()
         await client.store.redis.set(farm.keys.lease, 1000)
         await client.store.redis.zadd(
@@ -135,8 +143,34 @@ async def test_answers_side_by_side_and_goes_on_when_an_engine_or_a_worker_dies(
             assert trace.worker == last.id
             assert [entry.outcome for entry in trace.earlier] == ["death", "lapse"]
             assert (trace.resumed_at or 0) >= 150
+        for reader, at_once in zip(readers, whole.values(), strict=False):
+            assert isinstance(at_once, Reply)
+            await asyncio.wait_for(reader.task, 60)
+            assert str(at_once.message.content).startswith(reader.text)
+            assert len(reader.text) > len(str(at_once.message.content)) // 2
 
 
+class _Reader:
+    """Reads an answer while it grows."""
+
+    def __init__(self, client: Client, turn: Turn) -> None:
+        self.text, self.pieces = "", 0
+        self.task = asyncio.create_task(self._read(client, turn))
+
+    async def _read(self, client: Client, turn: Turn) -> None:
+        async for piece in client.stream(turn):
+            if isinstance(piece, Delta):
+                self.text += piece.content
+                self.pieces += 1
+
+
+async def _read(readers: list[_Reader], *least: int) -> bool:
+    assert not any(reader.task.done() for reader in readers)
+    return all(r.pieces >= n for r, n in zip(readers, cycle(least), strict=False))
+
+
+READ = 6
+"""Of the long turns, somebody reads so many while they grow."""
 LONG = 450
 MANY = 24
 """Long turns at once: fewer would be done too soon."""

@@ -102,6 +102,21 @@ INVALID: dict[str, tuple[bytes, str]] = {
 }
 
 
+async def test_a_body_that_is_no_string_stops_nobody(
+    asking: Client, worker: Workers, client: Redis, farm: Farm
+) -> None:
+    """Somebody has written a list under its name."""
+    bad, good = turn("bad"), turn("good")
+    await asking.submit_many([bad, good])
+    await client.delete(farm.keys.body(bad.hash))
+    await client.rpush(farm.keys.body(bad.hash), "x")  # type: ignore[misc]
+    worker(sim=HASHING)
+    failure, reply = await asyncio.gather(asking.wait(bad.hash, 20), asking.wait(good.hash, 20))
+    assert isinstance(failure, Failure)
+    assert failure.kind == "unreadable"
+    assert isinstance(reply, Reply)
+
+
 async def test_a_body_that_cannot_be_read_is_a_failure_that_says_why(
     sim: ByHand, asking: Client, worker: Workers, tmp_path: Path
 ) -> None:

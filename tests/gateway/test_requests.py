@@ -9,8 +9,10 @@ import pytest
 from tests.gateway.serving import chat
 
 from turnmill.gateway.errors import ApiError
-from turnmill.gateway.requests import Question, chat_question
-from turnmill.turn import Turn
+from turnmill.gateway.requests import Question, chat_question, completion_question
+from turnmill.gateway.responses import Shape
+from turnmill.reply import Reply
+from turnmill.turn import Message, Turn
 
 TOOL = {
     "type": "function",
@@ -167,3 +169,27 @@ def test_what_is_no_request_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         chat_question(body)
     assert caught.value.status == 400
+
+
+def test_log_probabilities_of_a_completion() -> None:
+    body = {"model": "m", "prompt": "Once", "logprobs": 2}
+    question = completion_question(json.dumps(body).encode())
+    (turn,) = question.turns
+    assert (turn.prompt, turn.sampling.logprobs, turn.sampling.top_logprobs) == ("Once", True, 2)
+    tokens = [
+        {"token": " upon", "logprob": -0.5, "top_logprobs": [{"token": " upon", "logprob": -0.5}]},
+        {"token": " a", "logprob": -1.5, "top_logprobs": []},
+    ]
+    reply = Reply(
+        hash=turn.hash,
+        message=Message(role="assistant", content=" upon a"),
+        finish_reason="length",
+        logprobs={"content": tokens},
+    )
+    (choice,) = Shape(question, turn.hash).whole([reply])["choices"]
+    assert choice["logprobs"] == {
+        "tokens": [" upon", " a"],
+        "token_logprobs": [-0.5, -1.5],
+        "top_logprobs": [{" upon": -0.5}, {}],
+        "text_offset": [0, 5],
+    }

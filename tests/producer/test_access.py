@@ -15,7 +15,7 @@ from tests.acceptance.conftest import Cli
 from tests.by_hand import ByHand, h
 from tests.processes import SimWorker, ValkeyServer
 
-from turnmill import Client, Message, Reply, Turn
+from turnmill import Client, Delta, Failure, Message, Reply, Turn
 from turnmill.keys import Keys
 from turnmill.scripts import FORGET, RESTORE
 from turnmill.settings import Farm
@@ -65,6 +65,20 @@ async def test_a_producer_asks_and_reads(producer: Farm, whole: Farm, worker: Wo
         status = await client.status()
         assert status.workers
         assert status.runs[0].done == 1
+
+
+async def test_a_producer_reads_along_and_may_leave(
+    producer: Farm, whole: Farm, worker: Workers
+) -> None:
+    worker("--served-name", "m", sim=("--tokens-per-second", "20"), farm=whole)
+    words = " ".join(str(number) for number in range(1000))
+    turn = Turn(model="m", messages=[Message(role="user", content=words)])
+    async with Client(producer.url) as client:
+        pieces = client.stream(turn)
+        assert isinstance(await anext(pieces), Delta)
+        await client.cancel([turn.hash])
+        async for piece in pieces:
+            assert isinstance(piece, Delta | Failure)
 
 
 async def test_a_producer_asks_again_and_cancels(producer: Farm, whole: Farm) -> None:

@@ -237,9 +237,11 @@ async def test_a_wait_that_is_too_long_ends_and_the_turn_goes_on(
 ) -> None:
     client = connect()
     hash = await client.submit(turn())
+    tasks = asyncio.all_tasks()
     for waiting in (client.wait(hash, 0.01), client.wait_many([hash], 0.01)):
         with pytest.raises(TimeoutError):
             await waiting
+    assert asyncio.all_tasks() <= tasks  # nobody is left who waits
     await claims(hand)
     await answer_all(hand)
     assert isinstance(await client.wait(hash, 30), Reply)
@@ -490,6 +492,8 @@ def test_a_client_belongs_to_one_loop(farm: Farm) -> None:
         {"priority": 10},
         {"weight": 0},
         {"weight": math.nan},
+        {"weight": 1e-17},
+        {"weight": 1e17},
         {"deadline": math.inf},
         {"deadline": 0},
     ],

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import redis.exceptions
 import uvloop
-from tests.processes import ValkeyServer
+from tests.processes import ValkeyServer, until_async
 
 from turnmill.settings import Farm
 
@@ -29,3 +29,19 @@ def test_writing_to_a_connection_that_has_just_ended_is_a_connection_error(
 
     with contextlib.closing(new_loop()) as loop:
         loop.run_until_complete(write())
+
+
+async def test_a_connection_that_ended_while_nobody_used_it_is_made_anew(
+    valkey: ValkeyServer,
+) -> None:
+    async with Farm(valkey.url).connect() as client, Farm(valkey.url).connect() as other:
+        mine = await client.client_id()
+        assert await other.client_kill_filter(_id=mine) == 1
+
+        async def seen() -> bool:
+            (connection,) = client.connection_pool._available_connections
+            return bool(connection._reader.at_eof())
+
+        await until_async(seen)
+        assert await client.ping()
+        assert await client.client_id() != mine

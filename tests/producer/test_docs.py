@@ -388,7 +388,7 @@ def arguments_of(engine: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
 def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) -> None:
     known = {"--help", "--version"}.union(
         *(options_of(command) for command in (worker_command, *cli.commands.values())),
-        *(arguments_of(engine, capsys) for engine in ("sim", "local")),
+        *(arguments_of(engine, capsys) for engine in ("sim", "local", "openai")),
     )
     sglang = {
         "--allow-auto-truncate",
@@ -407,7 +407,7 @@ def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) ->
         assert named <= known | sglang | others, (document.name, named - known - sglang - others)
 
 
-@pytest.mark.parametrize("engine", ["sim", "local"])
+@pytest.mark.parametrize("engine", ["sim", "local", "openai"])
 def test_the_arguments_of_an_engine_are_documented(
     engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -448,6 +448,21 @@ async def test_the_examples_of_the_library_are_answered(
     known: dict[str, Any] = {}
     exec(text.replace("redis://127.0.0.1:6379", farm.url), known)
     assert await known["answer"]("What is a tide?") == "What is a tide?"
+
+
+async def test_the_example_of_streaming_reads_the_beginning_of_the_answer(
+    farm: Farm, worker: Callable[..., SimWorker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker(sim=("--tokens-per-second", "50"))
+    known: dict[str, Any] = {}
+    exec(the_example("stream", "library.md"), known)
+    said = " ".join(f"word {number}" for number in range(30))
+    turn = Turn(model="sim", messages=[Message(role="user", content=said)])
+    async with Client(farm.url, namespace=farm.namespace) as client:
+        await known["read"](client, turn)
+    read = capsys.readouterr().out.rstrip("\n")
+    assert read
+    assert said.startswith(read)
 
 
 async def test_a_client_of_arq_gets_its_reply(farm: Farm, worker: Callable[..., SimWorker]) -> None:

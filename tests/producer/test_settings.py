@@ -34,7 +34,16 @@ def test_without_a_redis_one_line_says_what_to_set() -> None:
         Farm.from_environment()
 
 
-@pytest.mark.parametrize("url", ["localhost:6379", "http://localhost", "redis://farm:port"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:6379",
+        "http://localhost",
+        "redis://farm:port",
+        "redis://farm?decode_responses=True",
+        "redis://farm?protocol=3",
+    ],
+)
 def test_a_url_that_is_none_is_refused_by_name(url: str) -> None:
     with pytest.raises(UsageError, match="REDIS_URL"):
         Farm(url).connect()

@@ -57,6 +57,7 @@ GOLDEN = {
     ),
     "greedy": turn(sampling={"temperature": 0}),
     "a draw": turn(sample=1),
+    "prompt": Turn(model="m", prompt="Once upon a time"),
     "numbers": with_schema({"enum": [1e20, 2**64, 0.1, -0.0, 1e21, 5e-324, None, True]}),
 }
 HASHES = {
@@ -64,6 +65,7 @@ HASHES = {
     "all fields": "0a044e95c519474bcb9cad1b57ea4f0ba6d3f760e1fd4d6fad777d09f531a768",
     "greedy": "f5cc6bd75f8023ddff19a4c7e7de242a474c351b1489015467db2cbc13b63b27",
     "a draw": "0e67e0527eaaf676e0201a0c33c1fecabaf1d43e469ce6272a341c13908d9fd3",
+    "prompt": "32df223ca4cc77a23b9b45cab59c6422778320a9a0e1df1eabeab8e4eeaf5e80",
     "numbers": "27b6e4dcb153d01a5b5333cd9036ae7ddd648ac107c051a6313831285165b1d5",
 }
 
@@ -78,6 +80,30 @@ def test_the_hash_is_sha256_of_canonical_json() -> None:
     text = '{"messages":[{"content":"Hello","role":"user"}],"model":"m","sample":0,"v":1}'
     assert turn().body == text.encode()
     assert turn().hash == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_the_body_of_a_prompt_has_no_messages() -> None:
+    asked = Turn(model="m", prompt="Once upon a time")
+    assert asked.body == b'{"model":"m","prompt":"Once upon a time","sample":0,"v":1}'
+    assert decode_turn(encode_turn(asked)) == asked
+    assert (asked.question, turn().question) == ("Once upon a time", turn().messages)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "messages: Field required, unless there is a prompt"),
+        ({"messages": []}, "messages: Field required, unless there is a prompt"),
+        ({"prompt": ""}, "prompt: String should have at least 1 character"),
+        ({"prompt": "a", "messages": [{"role": "user"}]}, "prompt: not beside messages"),
+        ({"prompt": "a", "tool_choice": "none"}, "tool_choice: not beside a prompt"),
+        ({"prompt": "a", "tools": [{"function": {"name": "f"}}]}, "tools: not beside a prompt"),
+    ],
+)
+def test_a_turn_asks_one_thing(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadTurn) as error:
+        Turn.from_body({"model": "m", **fields})
+    assert str(error.value).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def test_keys_that_a_later_writer_adds_are_ignored() -> None:
         (b"{}", "no wire version"),
         (b'{"v":"1"}', "no wire version"),
         (b"Z" + b"nonsense", "damaged"),
+        (b"Z" + zlib.compress(b" " * (257 << 20), 1), "more than 256 MB"),
         (b"Z" + zlib.compress(b"{" + b"a" * 100)[:-4], "damaged"),
         (b"[" * 100_000, "not JSON"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,27 @@ async def test_no_code_in_a_job_is_run(
     assert not (tmp_path / "touched").exists()
     assert one.process.poll() is None
     await pool.aclose()
+
+
+@pytest.mark.parametrize("wrong", [{"a": 5}, {"k": [1]}])
+async def test_a_job_of_a_wrong_shape_fails_and_ends_no_worker(
+    arq: ArqRedis,
+    worker: Callable[..., SimWorker],
+    client: Redis,
+    farm: Farm,
+    wrong: dict[str, Any],
+) -> None:
+    one = worker()
+    job = await enqueue(arq, turn("x"), _defer_by=3600)
+    record = {"t": 1, "f": "answer_turn", "a": [turn("x")], "k": {}, "et": 0, **wrong}
+    serialized = pickle.dumps(record) if arq.job_serializer is None else dump(record)
+    await client.set(f"arq:job:{job.job_id}", serialized)
+    await client.zadd(farm.keys.due("sim"), {job.job_id: 1, b"\xff\xfe": 1})
+    with pytest.raises(Exception, match="not a job"):
+        await job.result(timeout=20, poll_delay=0.05)
+    good = await enqueue(arq, turn("y"))
+    await good.result(timeout=20, poll_delay=0.05)
+    assert one.process.poll() is None
 
 
 async def test_a_record_that_is_no_job_fails(

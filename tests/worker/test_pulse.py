@@ -12,7 +12,7 @@ from tests.processes import until_async
 
 from turnmill.tasks import end_tasks
 from turnmill_worker import pulse
-from turnmill_worker.engines.base import EngineDied, Progress
+from turnmill_worker.engines.base import EngineAway, EngineDied, Progress
 from turnmill_worker.pulse import Pulse
 
 
@@ -114,3 +114,31 @@ async def test_a_death_is_told_once_in_the_engine_s_words() -> None:
         await checked(patient, 1)
     assert deaths == ["its process has ended"]
     assert patient.checks == 1
+
+
+async def test_one_that_is_away_lives_and_comes_back() -> None:
+    there = asyncio.Event()
+
+    async def away_at_first() -> bool:
+        if not there.is_set():
+            raise EngineAway("no route to it")
+        return True
+
+    patient = Patient(away_at_first)
+    async with watched(patient) as (one, deaths):
+        born = one._lived
+        await checked(patient, 3)
+        assert one.away == "no route to it"
+        assert one._lived > born
+        there.set()
+        await checked(patient, patient.checks + 2)
+        assert one.away == ""
+        assert deaths == []
+
+
+async def test_whoever_learns_first_that_it_is_away_is_believed_until_it_says_otherwise() -> None:
+    patient = Patient(unwell)
+    async with watched(patient) as (one, _):
+        one.away = "a turn met nobody"
+        await checked(patient, 3)
+        assert one.away == "a turn met nobody"

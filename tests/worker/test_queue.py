@@ -437,6 +437,37 @@ async def test_the_company_of_suspects_is_a_quarter_of_that_in_which_they_died(
     assert {*one.held, *other.held} <= set(hashes)
 
 
+async def test_a_suspect_whose_body_was_lost_is_a_suspect_again_once_it_is_sent(
+    by_hand: ByHand,
+) -> None:
+    await by_hand.enqueue("a")
+    await by_hand.strike("a", times=2)
+    await by_hand.redis.delete(by_hand.keys.body(h("a")))
+    assert not (await by_hand.hand().claim()).claims
+    assert await by_hand.poll("a") == ["unknown"]
+    assert await by_hand.enqueue("a", fresh=False, body=b"again") == ["queued"]
+    (claim,) = (await by_hand.hand().claim()).claims
+    assert (claim.hash, claim.body) == (h("a"), b"again")
+
+
+async def test_many_runs_that_are_cancelled_hold_up_no_renewal(by_hand: ByHand) -> None:
+    """What a renewal looks at grows with the turns that it renews, not with the runs that go."""
+    await by_hand.enqueue("held")
+    hand = by_hand.hand()
+    await hand.take_one("held")
+    for number in range(50):
+        await by_hand.enqueue(f"other {number}", run=f"run{number}")
+        await by_hand.cancel(run=f"run{number}")
+
+    async def removals() -> int:
+        stats = await by_hand.redis.info("commandstats")
+        return int(stats.get("cmdstat_srem", {"calls": 0})["calls"])
+
+    before = await removals()
+    assert await hand.renew() == ([], [], True)
+    assert await removals() - before < 25
+
+
 async def test_who_died_in_small_company_runs_alone(by_hand: ByHand) -> None:
     await crowd(by_hand, 8)
     pair = by_hand.hand()

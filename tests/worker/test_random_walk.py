@@ -17,6 +17,7 @@ import pytest
 from tests.by_hand import ByHand, Hand, h
 
 from turnmill_worker.claim import Claim
+from turnmill_worker.scripts import KEEP
 
 TURNS = [f"turn{number}" for number in range(30)]
 HASHES = {h(name): name for name in TURNS}
@@ -41,6 +42,8 @@ class Seen:
     owner: str | None
     body: bool
     strikes: int
+    stream: bool
+    told: str | None
     hints: list[tuple[str, str]] = field(default_factory=list)
     """Class and run of each list that has the turn."""
 
@@ -80,6 +83,8 @@ for _, h in ipairs(cjson.decode(ARGV[1])) do
     owner = C('HGET', Q .. 'owners', h),
     body = C('EXISTS', N .. 'b:' .. h) == 1,
     strikes = tonumber(C('HGET', N .. 't:' .. h, 'strikes') or 0),
+    stream = C('HEXISTS', N .. 't:' .. h, 'stream') == 1,
+    told = C('GET', N .. 's:' .. h),
   }
 end
 for _, run in ipairs(cjson.decode(ARGV[2])) do
@@ -121,6 +126,8 @@ async def look(farm: ByHand) -> Farm:
             owner=seen["owner"] or None,
             body=seen["body"],
             strikes=seen["strikes"],
+            stream=seen["stream"],
+            told=seen["told"] or None,
         )
         for hash, seen in found["turns"].items()
     }
@@ -144,6 +151,8 @@ def check(farm: Farm) -> None:
         assert not (turn.ended and turn.leased), f"{name}: ended, and leased"
         assert not (turn.ended and turn.owner), f"{name}: ended, and owned"
         assert not turn.leased or turn.owner, f"{name}: leased by nobody"
+        assert not turn.told or turn.stream, f"{name}: told, and nobody reads along"
+        assert not (turn.ended and turn.stream), f"{name}: ended, and streamed"
         assert not turn.waiters & turn.leavers.keys(), f"{name}: waits for it and has left it"
         if turn.waiters and not turn.ended:
             check_can_be_claimed(farm, hash)
@@ -205,6 +214,7 @@ class Walk:
             (self.claim, 8),
             (self.claim_and_lose_the_answer, 1),
             (self.recover, 2),
+            (self.tell, 10),
             (self.answer, 5),
             (self.answer_late, 2),
             (self.fail, 2),
@@ -243,6 +253,7 @@ class Walk:
             "going": self.random.random() < 0.3,
             "retry_failed": self.random.random() < 0.5,
             "deadline": self.random.choice([None, None, 100.0]),
+            "stream": self.random.random() < 0.5,
         }
         self.say("enqueue", run, *chosen, options)
         states = await self.farm.enqueue(*chosen, run=run, priority=CLASS_OF[run], **options)
@@ -317,6 +328,26 @@ class Walk:
             self.say("recover", hand.id, await hand.recover(token))
             assert not (await hand.claim(2, token=token, holding=0)).claims
 
+    async def tell(self) -> None:
+        """By the owner, or by one who has lost the turn: of what was told it goes on, or begins again."""
+        found = self.random.choice([self.a_claim(), *self.stale[-2:]])
+        if not found or not found[1].stream:
+            return
+        hand, claim = found
+        told = (await look(self.farm)).turns[claim.hash].told or claim.token
+        if self.random.random() < 0.2:
+            told = claim.token
+        at, text = len(told) - 24, f"{len(self.log)} "
+        kept = (0, len(text), text)
+        answer = await self.farm.script(
+            KEEP, "engine", claim.hash, claim.token, *kept, told[:24], at, text
+        )
+        self.say("tell", hand.id, claim.hash, answer)
+        seen = (await look(self.farm)).turns[claim.hash]
+        assert (answer[0] >= 0) is (seen.owner or "").startswith(claim.token)
+        if answer[0] >= 0:
+            assert seen.told == told + text or told == claim.token
+
     async def answer(self) -> None:
         if found := self.a_claim():
             await self._answer(*found)
@@ -327,7 +358,10 @@ class Walk:
             await self._answer(*self.stale.pop(self.random.randrange(len(self.stale))))
 
     async def _answer(self, hand: Hand, claim: Claim) -> None:
+        before = (await look(self.farm)).turns[claim.hash]
         done = await hand.answer(claim, f"{hand.id} {len(self.log)}")
+        if done and before.told:
+            assert (before.owner or "").startswith(claim.token), "answered by another than told"
         self.say("answer", hand.id, claim.hash, done)
         self.answers[claim.hash] += done
 

@@ -17,6 +17,8 @@ from turnmill_worker.settings import WorkerSettings
         ({"lease": 0}, "lease: must be a number above 0"),
         ({"lease": float("nan")}, "lease: must be a number above 0"),
         ({"lease": -1}, "lease: must be a number above 0"),
+        ({"lease": 0.0004}, "lease 0.0004: from 0.1 to 3600 s"),
+        ({"lease": 1e300}, "lease 1e"),
         ({"stalled_after": 0}, "stalled_after: must be a number above 0"),
         ({"unstored": 0}, "unstored: must be a number above 0"),
         ({"drain": -1}, "drain: must be a number, not below 0"),

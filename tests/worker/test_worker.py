@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.processes import until_async
 
 from turnmill.settings import Farm
 from turnmill.turn import Turn
@@ -29,3 +30,26 @@ async def test_a_turn_that_is_ended_before_it_has_begun_is_still_handed_in(
     assert [(finish.hash, finish.verb) for finish in worker._exchanges.finished] == [
         (turn.hash, verb)
     ]
+
+
+async def test_a_turn_that_lapsed_and_came_back_to_its_worker_is_in_the_engine_once(
+    farm: Farm,
+) -> None:
+    engine = load("sim")(EngineSettings(arguments=("--hang-if", "hi")))
+    worker = TurnWorker(engine, farm)
+    turn = Turn.model_validate({"model": "sim", "messages": [{"role": "user", "content": "hi"}]})
+    worker.allow_pick_jobs = False  # nothing else is claimed
+    for number in range(2):
+        token = f"{number}" * 24
+        await worker._begin([Claim(turn.hash, token, Company.ANY, 0.0, encode_turn(turn))])
+        await until_async(lambda: _true(engine.running() == 1))
+    await until_async(lambda: _true(len(worker._exchanges.finished) == 1))
+    (lapsed,) = worker._exchanges.finished
+    assert (lapsed.token, lapsed.verb) == ("0" * 24, "requeue")
+    assert worker._running[turn.hash].claim.token == "1" * 24
+    worker._running[turn.hash].end("drain")
+    await until_async(lambda: _true(engine.running() == 0))
+
+
+async def _true(state: bool) -> bool:
+    return state

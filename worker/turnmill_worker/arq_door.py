@@ -82,11 +82,11 @@ class ArqDoor:
 
     async def tend(self, jobs: Sequence[str]) -> None:
         """One step for each of these jobs. What Redis prevents is done when they come again."""
-        try:
-            for job in jobs:
+        for job in jobs:
+            try:
                 await self._tend(job)
-        except FAULTS as error:
-            log.debug("arq jobs cannot be seen to now: %s", error)
+            except FAULTS as error:
+                log.debug("arq job %s cannot be seen to now: %s", job, error)
 
     async def _tend(self, job: str) -> None:
         record = await self._redis.get(job_key_prefix + job)
@@ -106,8 +106,11 @@ class ArqDoor:
         try:
             turn, lane = _turn(definition, job, self._model)
             ending = await self._ask(job, turn, lane)
-        except TurnmillError as error:
-            await self._end(job, codec, definition, failure=str(error))
+        except FAULTS:
+            raise
+        except Exception as error:  # whatever a client has put there, it must not end the worker
+            text = str(error) if isinstance(error, TurnmillError) else f"not a job: {error!r}"
+            await self._end(job, codec, definition, failure=text)
             return
         if isinstance(ending, Reply):
             await self._end(job, codec, definition, result=ending.model_dump(exclude_none=True))

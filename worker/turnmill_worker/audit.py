@@ -34,7 +34,7 @@ class Audit:
 
 def answers_history(turn: Turn, reply: Reply) -> bool:
     """Whether a scripted engine with `--answer history-hash` could have made this of this turn."""
-    return str(reply.message.content).startswith(history_hash(turn.messages))
+    return str(reply.message.content).startswith(history_hash(turn.question))
 
 
 async def audit(

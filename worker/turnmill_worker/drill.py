@@ -121,6 +121,7 @@ class Drill:
         began = time.monotonic()
         async with self._namespace() as redis, self._client() as client:
             watcher = asyncio.create_task(self._watch(client))
+            answers: asyncio.Task[None] | None = None
             try:
                 self._workers = [self._start() for _ in range(self.settings.workers)]
                 model = await self._first_model(client)
@@ -132,7 +133,7 @@ class Drill:
                 await self._all_told(client)
                 return await self._report(client, redis, turns, time.monotonic() - began)
             finally:
-                await end_tasks([watcher, *self._recovering])
+                await end_tasks([watcher, answers, *self._recovering])
                 for worker in self._workers:
                     worker.process.kill()
                     worker.process.wait()

@@ -99,6 +99,12 @@ class Exchanges:
         return len(self.finished) + sum(len(exchange.finished) for exchange in self._under_way)
 
     @property
+    def answers(self) -> int:
+        """Those of them that cost an engine's time: a turn that goes back comes back by itself."""
+        unsaid = [*self.finished, *(item for e in self._under_way for item in e.finished)]
+        return sum(item.verb in ("ok", "fail") for item in unsaid)
+
+    @property
     def claiming(self) -> int:
         """Turns that may yet come of what is under way."""
         return sum(exchange.room for exchange in self._under_way)
@@ -227,7 +233,7 @@ class Exchanges:
         self.more = bool(more) and not drain
         claims = read_claims(token, answer)
         if jobs:
-            self._spawn(self._tend([job.decode() for job in jobs]))
+            self._spawn(self._tend([job.decode(errors="replace") for job in jobs]))
         exchange.token, exchange.room = "", 0
         await self._taken(claims)
 

@@ -15,6 +15,7 @@ from turnmill_worker.claim import Claim, Finish, requeue
 from turnmill_worker.engines.base import (
     Answer,
     Engine,
+    EngineAway,
     EngineDied,
     InvalidRequest,
     NoRoom,
@@ -75,7 +76,7 @@ class _Try(NamedTuple):
 
 async def answer_turn(context: dict[str, Any], claim: Claim, progress: Progress) -> Finish:
     """The arq job: answer one claimed turn, and say how it ended. `context` holds the `engine` and the id
-    of the `worker`. Raises CancelledError, and EngineDied."""
+    of the `worker`. Raises CancelledError, EngineDied and EngineAway."""
     engine: Engine = context["engine"]
     this = _Try(claim, engine.identity, context["worker"], progress)
     try:
@@ -107,7 +108,7 @@ async def answer_turn(context: dict[str, Any], claim: Claim, progress: Progress)
         progress.reply = reply
     except InvalidRequest as error:
         return this.fail("invalid_request", str(error))
-    except EngineDied:
+    except (EngineDied, EngineAway):
         raise
     except TurnError as error:
         return this.again_or_fail(str(error))

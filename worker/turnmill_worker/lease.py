@@ -39,6 +39,9 @@ Held = list[tuple[str, str]]
 Renewed = Callable[[Held, Held], None]
 """Called in the keeper's thread with the claims that are lost, and those of turns that nobody wants."""
 
+Streamed = Callable[[list[str]], None]
+"""Called in the keeper's thread with the hashes of turns that somebody reads along, since lately; again and again."""
+
 
 class LeaseKeeper(threading.Thread):
     """Renews what `held` returns (hash, token) every quarter of a lease, and at least twice a second.
@@ -56,11 +59,13 @@ class LeaseKeeper(threading.Thread):
         info: Callable[[], WorkerInfo],
         alive: Callable[[], bool],
         renewed: Renewed,
+        streamed: Streamed = lambda hashes: None,
         counters: Counters | None = None,
     ) -> None:
         super().__init__(name="turnmill-leases", daemon=True)
         self._farm, self._model, self._step = farm, model, min(lease / 4, LONGEST_STEP)
         self._held, self._info, self._alive, self._renewed = held, info, alive, renewed
+        self._streamed = streamed
         self._counters = counters or Counters()
         self._lease_ms = int(lease * 1000)
         self._expiry_ms = int(max(3 * lease, 5) * 1000)
@@ -102,7 +107,9 @@ class LeaseKeeper(threading.Thread):
             self._renew(held[start : start + RENEW_CHUNK])
 
     def _renew(self, held: Held) -> None:
-        lost, unwanted, again = self._call(RENEW, [part for pair in held for part in pair])
+        lost, unwanted, again, streamed = self._call(
+            RENEW, [part for pair in held for part in pair]
+        )
         self._counters.renewed += len(held) - len(lost)
         if lost or unwanted:
             token_of = dict(held)
@@ -110,10 +117,12 @@ class LeaseKeeper(threading.Thread):
                 [(hash, token_of[hash]) for hash in map(bytes.decode, lost)],
                 [(hash, token_of[hash]) for hash in map(bytes.decode, unwanted)],
             )
+        if streamed:
+            self._streamed([hash.decode() for hash in streamed])
         for _ in range(UPKEEP_CALLS):
             if not again:
                 break
-            _, _, again = self._call(RENEW, [])
+            _, _, again, _ = self._call(RENEW, [])
 
     def _call(self, script: Script, args: list[Any]) -> Any:
         keys = [self._farm.keys.prefix, self._farm.keys.queue(self._model)]

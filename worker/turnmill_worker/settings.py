@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from turnmill.errors import UsageError
 
+LEAST_LEASE, GREATEST_LEASE = 0.1, 3600.0
+"""Seconds. It is one value for the farm and stays there, so a slip must not get in."""
+
 
 @dataclass(frozen=True)
 class WorkerSettings:
@@ -28,5 +31,7 @@ class WorkerSettings:
         for name in ("lease", "stalled_after", "unstored", "keep_every"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name}: must be a number above 0")
+        if not LEAST_LEASE <= self.lease <= GREATEST_LEASE:
+            raise UsageError(f"lease {self.lease:g}: from {LEAST_LEASE:g} to {GREATEST_LEASE:g} s")
         if not 0 <= self.drain < math.inf:
             raise UsageError("drain: must be a number, not below 0")

@@ -29,7 +29,7 @@ from turnmill.tasks import end_tasks
 from turnmill_worker.arq_door import ArqDoor
 from turnmill_worker.claim import Claim, Company, Finish, requeue
 from turnmill_worker.counters import Counters, Vitals
-from turnmill_worker.engines.base import Engine, EngineDied, Progress
+from turnmill_worker.engines.base import Engine, EngineAway, EngineDied, Progress
 from turnmill_worker.exchange import BACK_OFF, FAULTS, Exchanges
 from turnmill_worker.job import RETRY_AFTER, answer_turn
 from turnmill_worker.lease import Held, LeaseKeeper
@@ -37,6 +37,7 @@ from turnmill_worker.progress import Keeper
 from turnmill_worker.pulse import Pulse
 from turnmill_worker.scripts import REGISTER
 from turnmill_worker.settings import WorkerSettings
+from turnmill_worker.telling import Teller
 
 log = logging.getLogger("turnmill.worker")
 
@@ -52,19 +53,23 @@ EXPIRY_MS = 10_000
 LAST_KEEP_SECONDS = 1.0
 """How long a worker that drains tries to keep what its turns have got."""
 
+GOODBYE_SECONDS = 2.0
+"""How long a worker that ends waits for a Redis that does not answer."""
+
 Ending = Literal["drain", "unwanted", "lost"]
 
 
 @dataclass
 class _Running:
     """One turn in the engine, or about to be: `task` is there once it has begun. `kept`: how many tokens of its
-    answer Redis has."""
+    answer Redis has. `teller`: tells those who read along."""
 
     claim: Claim
     progress: Progress = field(default_factory=Progress)
     task: asyncio.Task[None] | None = None
     ending: Ending | None = None
     kept: int | None = None
+    teller: Teller | None = None
 
     def end(self, ending: Ending) -> None:
         if self.ending is None:
@@ -149,6 +154,7 @@ class TurnWorker(Worker):
         self._spawn(self._wait_for_wakes())
         self._spawn(self._pulse.watch(self._engine_died))
         self._spawn(self._keeper.run(self.settings.keep_every))
+        self._spawn(self._keeper.tell())
         leases = LeaseKeeper(
             self.farm,
             self.model,
@@ -159,6 +165,7 @@ class TurnWorker(Worker):
             renewed=lambda lost, unwanted: _quietly(
                 self.loop.call_soon_threadsafe, self._let_go, lost, unwanted
             ),
+            streamed=lambda hashes: _quietly(self.loop.call_soon_threadsafe, self._stream, hashes),
             counters=self.counters,
         )
         leases.start()
@@ -200,8 +207,9 @@ class TurnWorker(Worker):
         if self.on_shutdown:
             await self.on_shutdown(self.ctx)
         with contextlib.suppress(*FAULTS):
-            await self.pool.delete(self.health_check_key)
-            await self.pool.aclose(close_connection_pool=True)
+            await asyncio.wait_for(self.pool.delete(self.health_check_key), GOODBYE_SECONDS)
+        with contextlib.suppress(*FAULTS):
+            await asyncio.wait_for(self.pool.aclose(close_connection_pool=True), GOODBYE_SECONDS)
         self._pool = None
 
     def info(self) -> WorkerInfo:
@@ -217,10 +225,15 @@ class TurnWorker(Worker):
             context=self.capacity.context,
             running=len(self._running),
             tokens=self.counters.made + sum(r.progress.made for r in self._running_now()),
-            state="draining" if self._stopping else "serving",
+            state=self._state(),
             started=self._started,
             heartbeat=time.time(),
         )
+
+    def _state(self) -> str:
+        if self._stopping:
+            return "draining"
+        return "away" if self._pulse.away else "serving"
 
     def vitals(self) -> Vitals:
         """How this worker is; may be called from any thread."""
@@ -241,6 +254,7 @@ class TurnWorker(Worker):
                 await self._exchanges.load_scripts()
                 await self._exchanges.publish_scripts(self.farm.keys.scripts)
                 self._lease = await self._register()
+                self.counters.registered = True
                 break
             except FAULTS as error:
                 if not passes(error):
@@ -325,6 +339,11 @@ class TurnWorker(Worker):
                     self.counters.lost += ending == "lost" and running.ending is None
                     running.end(ending)
 
+    def _stream(self, hashes: list[str]) -> None:
+        for hash in hashes:
+            if (running := self._running.get(hash)) is not None:
+                self._keeper.stream(running)
+
     # The queue
 
     async def _poll_iteration(self) -> None:
@@ -340,7 +359,7 @@ class TurnWorker(Worker):
             if self._exchanges.idle:
                 break
             await self._kick.wait()
-        if len(self._running) < self.max_jobs and self.allow_pick_jobs:
+        if len(self._running) < self.max_jobs and self.allow_pick_jobs and not self._pulse.away:
             self._idle.set()
         try:
             await asyncio.wait_for(self._kick.wait(), IDLE_SECONDS)
@@ -356,15 +375,17 @@ class TurnWorker(Worker):
         and only until we are told to end once more."""
         if self._exchanges.done:
             return True
-        if self._exchanges.away and self._told_twice:
-            log.error("Redis is away; answers lost with us: %d", self._exchanges.unstored)
+        away = self._exchanges.away or not self.counters.registered
+        answers = self._exchanges.answers
+        if away and answers and self._told_twice:
+            log.error("Redis is away; answers lost with us: %d", answers)
             return True
-        return self._exchanges.away and not self._exchanges.unstored
+        return away and not answers
 
     def _room(self) -> int:
         """How many turns to claim now: at most half of the slots at a time, so that one half is worked on
         while Redis is asked for the other."""
-        if not (self.allow_pick_jobs and self._exchanges.more):
+        if not (self.allow_pick_jobs and self._exchanges.more) or self._pulse.away:
             return 0
         if len(self._exchanges.finished) >= self.settings.unstored:
             return 0
@@ -377,11 +398,17 @@ class TurnWorker(Worker):
         """Answer these turns, each in a task of its own."""
         claimed = [_Running(claim) for claim in claims]
         self.counters.claimed += len(claimed)
+        for running in claimed:
+            before = self._running.get(running.claim.hash)
+            if before is not None:  # its lease had lapsed, and it has come back to us
+                before.end("lost")
         self._running.update((running.claim.hash, running) for running in claimed)
         # What Redis is asked next leaves before these begin, so that it works while they do.
         if claimed and self._exchanges.start(self._room(), len(self._running)):
             await asyncio.sleep(0)
         for running in claimed:
+            if running.claim.stream:
+                self._keeper.stream(running)
             if self._handing_back:  # they were on their way when the others went back
                 running.end("drain")
             self.loop.create_task(self._run_turn(running))
@@ -400,6 +427,8 @@ class TurnWorker(Worker):
                 await self.on_job_start(context)
             if claim.log:
                 running.progress.kept = await self._keeper.read(claim.hash)
+                if running.teller is not None:
+                    running.teller.earlier = await self._keeper.read_told(claim.hash)
                 if running.ending:  # redis-py can swallow a cancellation
                     raise asyncio.CancelledError
             job = self.functions["answer_turn"].coroutine
@@ -408,6 +437,10 @@ class TurnWorker(Worker):
         except EngineDied as error:
             finish = requeue(claim, "death")
             died = str(error)
+        except EngineAway as error:
+            # Turns that were in it are struck: one of them may be what takes it down, again and again.
+            finish = requeue(claim, "death" if error.held else "handback")
+            self._pulse.away = str(error)
         except asyncio.CancelledError:
             finish = self._cancelled(running)
         except Exception:
@@ -424,6 +457,7 @@ class TurnWorker(Worker):
         self.counters.made += running.progress.made
         # It may lead back to the progress: a circle, which only the garbage collector would free.
         running.progress.growing = None
+        self._keeper.end(running)
         self._exchanges.finished.append(finish)
         self._exchanges.more = True
         self._kick.set()
@@ -432,7 +466,7 @@ class TurnWorker(Worker):
         claim = running.claim
         if running.ending == "unwanted":
             return Finish(claim.hash, claim.token, "cancelled")
-        if self.exit_code == ENGINE_DIED:
+        if self.exit_code == ENGINE_DIED and running.progress.sent:  # it was in the engine
             return requeue(claim, "death")
         return requeue(claim, "drain" if self._stopping else "handback")
 

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from turnmill.gateway.access import Asker
-from turnmill.gateway.growing import Delta
 from turnmill.gateway.lanes import Lanes
 from turnmill.gateway.placed import Desk, Placed
 from turnmill.gateway.requests import Question
 from turnmill.gateway.responses import Shape
+from turnmill.reading import Delta
 from turnmill.reply import Reply
 from turnmill.tasks import end_tasks
 
@@ -107,8 +107,8 @@ class _Writer:
             return
         content = item.message.content
         rest = content[self._sent :] if isinstance(content, str) else ""
-        if rest or item.logprobs:
-            yield shape.piece(index, rest, item.logprobs)
+        if rest or (self._whole and item.logprobs):
+            yield shape.piece(index, rest, item if self._whole else None)
         if extras := shape.extras(index, item):
             yield extras
         yield shape.closing(index, item)

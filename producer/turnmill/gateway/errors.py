@@ -8,7 +8,15 @@ from pydantic_core import to_json
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from turnmill.errors import BadTurn, ClientClosed, QueueFull, RecordError, RedisAway, TurnmillError
+from turnmill.errors import (
+    BadTurn,
+    ClientClosed,
+    QueueFull,
+    RecordError,
+    RedisAway,
+    StreamBroken,
+    TurnmillError,
+)
 from turnmill.faults import passes
 from turnmill.reply import Failure, FailureKind
 
@@ -103,6 +111,8 @@ def of_exception(error: Exception) -> ApiError:
             return ApiError(429, str(error), code="queue_full")
         case RedisAway() | ClientClosed():
             return ApiError(503, str(error), code="unavailable")
+        case StreamBroken():
+            return ApiError(500, str(error), code="stream_broken")
         case RecordError():
             return ApiError(500, str(error), code="unreadable", retry=False)
         case RedisError() | OSError() if passes(error):

@@ -19,11 +19,11 @@ from turnmill.gateway.access import Asker
 from turnmill.gateway.attempts import Attempts, Guesses
 from turnmill.gateway.background import Background
 from turnmill.gateway.errors import of_failure, refused
-from turnmill.gateway.growing import Delta, growing
 from turnmill.gateway.holds import Held, Holds
 from turnmill.gateway.metrics import Counts
 from turnmill.gateway.settings import GatewaySettings
 from turnmill.queue import Draw, Queue, State
+from turnmill.reading import Delta
 from turnmill.reply import Failure, Reply
 from turnmill.store import Ending
 from turnmill.turn import Turn
@@ -79,6 +79,7 @@ class Placed:
         self._index = index
         self._going = any(message.role == "assistant" for message in base.messages)
         self._again = asker.again
+        self._stream = False
         self._draw: Draw | None = None
         self._held: Held | None = None
         self._ended = False
@@ -90,7 +91,7 @@ class Placed:
 
     # Asking
 
-    async def ask(self) -> None:
+    async def _ask(self) -> None:
         """Put the turn into the queue. Raises ApiError, and what the Client raises."""
         if self.base.shared:
             await self._submit(self.base)
@@ -141,7 +142,9 @@ class Placed:
             await self._desk.holds.hold(held)
             self._held = held
         self.turn = turn
-        self.state = await self._client.submit_stating(turn, going=self._going, draw=draw)
+        self.state = await self._client.submit_stating(
+            turn, going=self._going, stream=self._stream, draw=draw
+        )
 
     # Requests that a client has given a name
 
@@ -172,16 +175,18 @@ class Placed:
 
     async def reply(self) -> Reply:
         """Ask, and wait for the reply. Raises ApiError for a turn that failed."""
-        await self.ask()
+        await self._ask()
         return self._judged(await self._in_time(self._wait()))
 
     async def growing(self) -> AsyncIterator[Delta | Reply]:
         """Ask; then pieces of the answer's text, and the reply. The answer is delivered with the first of them. Raises
         ApiError for a turn that failed."""
+        self._stream = True
         while True:
-            await self.ask()
+            await self._ask()
             delivered = False
-            async with aclosing(growing(self._client, self.turn, going=self._going)) as items:  # type: ignore[type-var]
+            items = self._client.stream(self.turn, going=self._going)
+            async with aclosing(items):
                 while True:
                     item = await self._in_time(anext(items))
                     heard = item if isinstance(item, Delta) else self._judged(item)

@@ -88,17 +88,19 @@ class ChatRequest(_Request):
 
 
 class CompletionRequest(_Request):
-    """A completion of a prompt as OpenAI's API takes it, with one prompt of text."""
+    """A completion as OpenAI's API takes it, of one prompt of text or several. `logprobs` is a number there: so many of the
+    likeliest tokens are told."""
 
-    prompt: str
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a client asks. `turns`: one for each choice, without sample numbers. `chat`: whether it is a chat, or a
-    prompt."""
+    """What a client asks. `turns`: one for each choice, without sample numbers; the choices of one prompt are neighbours,
+    and `n` in number. `chat`: whether it is a chat, or of prompts."""
 
     turns: list[Turn]
+    n: int
     chat: bool
     stream: bool
     include_usage: bool
@@ -113,7 +115,7 @@ Request = TypeVar("Request", bound=_Request)
 
 def chat_question(body: bytes) -> Question:
     """Raises ApiError, which names the parameter that is wrong."""
-    request = _read(ChatRequest, body)
+    request = _read(ChatRequest, _json(body))
     fields: dict[str, Any] = {
         "model": request.model,
         "messages": [_as_system(message) for message in request.messages],
@@ -130,23 +132,32 @@ def chat_question(body: bytes) -> Question:
         if most != request.max_completion_tokens:
             text = f"max_tokens is {most} and max_completion_tokens {request.max_completion_tokens}"
             raise refused("max_completion_tokens", f"{text}: give one of them")
-    return _question(request, fields, sampling, chat=True)
+    return _question(request, [fields], sampling, chat=True)
 
 
 def completion_question(body: bytes) -> Question:
     """Raises ApiError, which names the parameter that is wrong."""
-    request = _read(CompletionRequest, body)
-    fields = {"model": request.model, "prompt": request.prompt}
+    given = _json(body)
+    told = given.get("logprobs")
+    if type(told) is int:
+        given = given | {"logprobs": True, "top_logprobs": told}
+    request = _read(CompletionRequest, given)
+    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    fields = [{"model": request.model, "prompt": prompt} for prompt in prompts]
     return _question(request, fields, _sampling(request), chat=False)
 
 
-def _read(kind: type[Request], body: bytes) -> Request:
+def _json(body: bytes) -> dict[str, Any]:
     try:
         fields = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise refused(None, f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise refused(None, "the body is not a JSON object")
+    return fields
+
+
+def _read(kind: type[Request], fields: dict[str, Any]) -> Request:
     _check_unknown(kind, fields)
     try:
         return kind.model_validate(fields)
@@ -201,20 +212,27 @@ def _sampling(request: _Request) -> dict[str, Any]:
 
 
 def _question(
-    request: _Request, fields: dict[str, Any], sampling: dict[str, Any], *, chat: bool
+    request: _Request, questions: list[dict[str, Any]], sampling: dict[str, Any], *, chat: bool
 ) -> Question:
     options = request.stream_options
     # Equal seeds would give equal choices: each has its own, as vLLM does it.
     seed, count = sampling.get("seed"), request.n or 1
     seeds: list[dict[str, Any]] = [{} if seed is None else {"seed": seed + i} for i in range(count)]
+    if count * len(questions) > MOST_CHOICES:
+        raise refused("prompt", f"{count * len(questions)} choices: at most {MOST_CHOICES}")
     try:
-        turns = [Turn.from_body(fields | {"sampling": sampling | own}) for own in seeds]
+        turns = [
+            Turn.from_body(fields | {"sampling": sampling | own})
+            for fields in questions
+            for own in seeds
+        ]
         for turn in turns:
             turn.hash  # noqa: B018  # raises now what could not be hashed, and is remembered
     except BadTurn as error:
         raise refused(None, str(error)) from None
     return Question(
         turns,
+        count,
         chat=chat,
         stream=bool(request.stream),
         include_usage=bool(options and options.include_usage),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnmill.gateway.requests import Question
-from turnmill.reply import Reply, Usage
+from turnmill.reply import Reply
 
 
 class Shape:
@@ -25,14 +25,14 @@ class Shape:
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         choices = []
         for index, reply in enumerate(replies):
-            told: dict[str, Any] = {"index": index, "logprobs": reply.logprobs}
+            told: dict[str, Any] = {"index": index, "logprobs": self._logprobs(reply)}
             if self._question.chat:
                 message = reply.message.model_dump(exclude_none=True)
                 told["message"] = {"content": None, "refusal": None} | message
             else:
                 told["text"] = _text(reply)
             choices.append(told | {"finish_reason": reply.finish_reason})
-        usage = usage_of([reply.usage for reply in replies])
+        usage = self._usage(replies)
         return self._head | {"choices": choices, "usage": usage}
 
     # Chunks
@@ -43,11 +43,13 @@ class Shape:
             return None
         return self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}})
 
-    def piece(
-        self, index: int, text: str, logprobs: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        told: dict[str, Any] = {"index": index, "logprobs": logprobs}
-        told |= {"delta": {"content": text}} if self._question.chat else {"text": text}
+    def piece(self, index: int, text: str, reply: Reply | None = None) -> dict[str, Any]:
+        """Some text; with the log probabilities of the whole, if that is what it is."""
+        told: dict[str, Any] = {"index": index, "logprobs": self._logprobs(reply)}
+        if self._question.chat:
+            told["delta"] = {"content": text}
+        else:
+            told["text"] = text
         return self._chunk(told)
 
     def extras(self, index: int, reply: Reply) -> dict[str, Any] | None:
@@ -66,8 +68,7 @@ class Shape:
 
     def usage(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """The chunk with the counts; it has no choices."""
-        counts = usage_of([reply.usage for reply in replies])
-        return self._chunk() | {"choices": [], "usage": counts}
+        return self._chunk() | {"choices": [], "usage": self._usage(replies)}
 
     def _chunk(self, choice: dict[str, Any] | None = None) -> dict[str, Any]:
         head = dict(self._head)
@@ -77,22 +78,45 @@ class Shape:
         chunk = head | {"choices": [plain | (choice or {})]}
         return chunk | {"usage": None} if self._question.include_usage else chunk
 
+    def _logprobs(self, reply: Reply | None) -> dict[str, Any] | None:
+        if reply is None or reply.logprobs is None or self._question.chat:
+            return reply.logprobs if reply else None
+        return _as_of_text(reply.logprobs.get("content") or [])
+
+    def _usage(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        """Counts of all choices. A prompt counts once, whatever the number of its choices, as OpenAI does it."""
+        usages = [reply.usage for reply in replies]
+        prompts = usages[:: self._question.n]
+        prompt = sum(usage.prompt_tokens for usage in prompts)
+        made = sum(usage.completion_tokens for usage in usages)
+        cached = sum(usage.cached_tokens for usage in prompts)
+        reasoning = sum(usage.reasoning_tokens for usage in usages)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+        }
+
 
 def _text(reply: Reply) -> str:
     content = reply.message.content
     return content if isinstance(content, str) else ""
 
 
-def usage_of(usages: Sequence[Usage]) -> dict[str, Any]:
-    """Counts of all choices; their prompt is one and counts once, as OpenAI does it."""
-    prompt = usages[0].prompt_tokens
-    made = sum(usage.completion_tokens for usage in usages)
+def _as_of_text(tokens: list[dict[str, Any]]) -> dict[str, Any]:
+    """Log probabilities as completions have them, from those of a chat."""
+    offsets, at = [], 0
+    for token in tokens:
+        offsets.append(at)
+        at += len(token["token"])
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": made,
-        "total_tokens": prompt + made,
-        "prompt_tokens_details": {"cached_tokens": usages[0].cached_tokens},
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)
-        },
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": [
+            {one["token"]: one["logprob"] for one in token.get("top_logprobs") or []}
+            for token in tokens
+        ],
+        "text_offset": offsets,
     }

@@ -19,6 +19,7 @@ local function trace_key(h) return N .. 'x:' .. h end
 local function failure_key(h) return N .. 'f:' .. h end
 local function tries_key(h) return N .. 't:' .. h end
 local function partial_key(h) return N .. 'p:' .. h end
+local function told_key(h) return N .. 's:' .. h end
 local function waiters_key(h) return N .. 'w:' .. h end
 local function leavers_key(h) return N .. 'c:' .. h end
 local function jobs_key(h) return N .. 'a:' .. h end
@@ -28,6 +29,9 @@ local function ended(h) return C('EXISTS', reply_key(h), failure_key(h)) > 0 end
 local function leased(h) return C('ZSCORE', LEASES, h) end
 local function wanted(h) return C('EXISTS', waiters_key(h)) == 1 end
 local function strikes(h) return tonumber(C('HGET', tries_key(h), 'strikes') or 0) end
+
+-- Turns in a worker that somebody wants to be told of while they grow: it reads this at its next RENEW.
+local function asked_key(worker) return Q .. 'asked:' .. worker end
 
 -- A waiter's value is its priority class (one digit) and when it asked (ms).
 local function class_of(waiter) return waiter:sub(1, 1) end
@@ -95,7 +99,7 @@ local function forget_open(h)
   C('ZREM', SUSPECTS, h)
   C('ZREM', DUE, h)
   C('HDEL', OWNERS, h)
-  C('DEL', body_key(h), tries_key(h), partial_key(h))
+  C('DEL', body_key(h), tries_key(h), partial_key(h), told_key(h))
 end
 
 -- One run leaves a turn. how: 'cancelled' or 'deadline'. The turn goes on for the others; when it is

@@ -3,6 +3,7 @@
 -- flags: f  fresh: asked for anew, so an earlier cancel or failure is over (without it: a poll)
 --        g  the next turn of a conversation that is going
 --        r  also ask again what failed for a reason that stays (poison, invalid_request)
+--        s  stream: tell of the answer while it grows (KEEP)
 --        d  a draw, with four more ARGV behind the body: scope, base, owner, number (see number_of)
 --        k  a draw whose number is how often the base was drawn in the scope before; the one given is a guess
 --        o  a draw that is asked for again: one that nobody waits for any more, if there is one
@@ -11,8 +12,9 @@
 --   answered | failed | cancelled | deadline | queued | running | unknown
 -- or, of a draw that is another one than was asked for, its number: nothing else was done.
 local run, class, weight, deadline = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-if not class:match('^%d$') or not ((tonumber(weight) or 0) > 0) or not deadline then
-  return redis.error_reply('TURNMILLUSAGE class is one digit, weight a number above 0, deadline a number')
+local share = tonumber(weight) or 0
+if not class:match('^%d$') or not (share >= 0.001 and share <= 1000) or not deadline then
+  return redis.error_reply('TURNMILLUSAGE class is one digit, weight a number from 0.001 to 1000, deadline a number')
 end
 local RUN, TURNS, SWEEP = run_key(run), Q .. 'turns:' .. run, Q .. 'sweep:' .. run
 local STAYS = { poison = true, invalid_request = true }
@@ -39,6 +41,7 @@ end
 
 local states, going, new, joined_turns = {}, {}, {}, {}
 local done, failed = 0, 0
+local suspects = false
 
 local function give_time(h) C('ZADD', Q .. 'deadlines', now + deadline, h .. run) end
 
@@ -84,6 +87,17 @@ local function number_of(scope, base, owner, flags, number)
   return draw:match(':(.*)')
 end
 
+-- Somebody reads this open turn's answer while it grows. CLAIM says so to the next worker, RENEW to the one that has it.
+local function stream(h, running)
+  C('HSET', tries_key(h), 'stream', '1')
+  local owner = running and C('HGET', OWNERS, h)
+  if owner then
+    local ASKED = asked_key(owner:sub(1, 8))
+    C('SADD', ASKED, h)
+    C('PEXPIRE', ASKED, 30000)
+  end
+end
+
 local sweeping = C('SISMEMBER', Q .. 'sweeping', run) == 1
 
 local function ask(h, flags, body)
@@ -122,11 +136,15 @@ local function ask(h, flags, body)
         state = 'running'
       else
         state = 'queued'
-        if joined or again or restored then
+        if strikes(h) >= SUSPECT_FROM then
+          C('ZADD', SUSPECTS, 'NX', now, h)
+          suspects = true
+        elseif joined or again or restored then
           local hints = flags:find('g', 1, true) and going or new
           hints[#hints + 1] = h
         end
       end
+      if flags:find('s', 1, true) then stream(h, state == 'running') end
     end
   end
   return state
@@ -163,10 +181,8 @@ if #joined_turns > 0 then
   if done > 0 then C('HINCRBY', RUN, 'done', done) end
   if failed > 0 then C('HINCRBY', RUN, 'failed', failed) end
 end
-if #going + #new > 0 then
-  activate(run, class)
-  wake()
-end
+if #going + #new > 0 then activate(run, class) end
+if suspects or #going + #new > 0 then wake() end
 local last = C('XREVRANGE', Q .. 'finished', '+', '-', 'COUNT', 1)
 table.insert(states, 1, last[1] and last[1][1] or '0-0')
 return states

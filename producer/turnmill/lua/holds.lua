@@ -20,7 +20,7 @@ end
 -- Nobody holds this turn: nothing of it stays. Returns whether there was an answer.
 local function drop(h)
   local answers = C('DEL', reply_key(h), failure_key(h))
-  C('DEL', body_key(h), trace_key(h), tries_key(h), partial_key(h), N .. 'y:' .. h)
+  C('DEL', body_key(h), trace_key(h), tries_key(h), partial_key(h), told_key(h), N .. 'y:' .. h)
   return answers > 0
 end
 

@@ -19,7 +19,7 @@ local function answer(h, reply, trace)
     count(h, 'failed', -1)
     C('DEL', failure_key(h))
   end
-  C('DEL', tries_key(h), partial_key(h))
+  C('DEL', tries_key(h), partial_key(h), told_key(h))
   C('ZREM', SUSPECTS, h)
   C('ZREM', DUE, h)
   C('ZREM', LEASES, h)

@@ -10,10 +10,12 @@ from turnmill_worker.engines.base import EngineFactory
 
 _INSTALL = {
     "sglang": "pip install 'turnmill[sglang]'",
+    "openai": "pip install 'turnmill[openai]'",
     "local": "pip install 'turnmill[local]'",
     "sim": "pip install turnmill",
 }
-"""Every engine, with what installs it. Its module has its name."""
+"""Every engine, with what installs it. Its module has its name, but where another package has that name."""
+_MODULES = {"openai": "openai_server"}
 
 ENGINES = tuple(_INSTALL)
 
@@ -23,7 +25,7 @@ def load(name: str) -> EngineFactory:
     if name not in _INSTALL:
         raise UsageError(f"engine {name!r} is unknown; there are {', '.join(ENGINES)}")
     try:
-        module = import_module(f"turnmill_worker.engines.{name}")
+        module = import_module(f"turnmill_worker.engines.{_MODULES.get(name, name)}")
     except ModuleNotFoundError as error:
         raise UsageError(
             f"engine {name} needs {error.name}, which is not installed: {_INSTALL[name]}, "

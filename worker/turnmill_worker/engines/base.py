@@ -38,7 +38,7 @@ class EngineSettings:
 class Capacity:
     """What an engine can hold, all data-parallel ranks counted.
 
-    `slots`: turns running at once. `context`: tokens of prompt and answer of one turn, together.
+    `slots`: turns running at once. `context`: tokens of prompt and answer of one turn, together (0: not known).
     `kv_tokens`: tokens of all running turns together (None: not known).
     """
 
@@ -54,6 +54,10 @@ class Progress:
     `tokens`: of the answer so far, in all. `kept`: what an earlier try has kept of it; an adapter that goes on
     from there says so by `resumed_at`, the number of tokens that it took over. `growing` is set by an adapter whose
     unfinished answers can be kept: called from the worker's loop with an offset, it gives the tokens from there on.
+    `telling` is set by an adapter, before it says `now_sent`, where readers may be told of the answer while it grows: called
+    from the worker's loop with a number of characters, it gives the text from there on, up to the last token from which
+    the answer could go on elsewhere (kept.py). Nothing that it gave is ever taken back.
+    `streamed`: somebody reads along. `heard`: called when there are more tokens, in the thread that made them.
     `reply`: what the job made of the answer.
     """
 
@@ -66,6 +70,9 @@ class Progress:
     kept: Sequence[Part] = ()
     resumed_at: int = 0
     growing: Callable[[int], Part] | None = None
+    telling: Callable[[int], str] | None = None
+    streamed: bool = False
+    heard: Callable[[], None] | None = None
     reply: Reply | None = None
 
     @property
@@ -87,6 +94,8 @@ class Progress:
             self.first_token = now
         if tokens > self.tokens:
             self.tokens, self.last_token = tokens, now
+            if self.heard is not None:
+                self.heard()
 
     def times(self, enqueued: float, claimed: float) -> dict[str, float]:
         """The fields of the trace's times."""
@@ -120,7 +129,7 @@ class Answer(NamedTuple):
 
 
 class EngineError(Exception):
-    """Base of what an adapter may raise from `answer` (and `EngineDied` from anywhere)."""
+    """Base of what an adapter may raise from `answer` (`EngineDied` from anywhere, `EngineAway` from `healthy` too)."""
 
 
 class NoRoom(EngineError):
@@ -144,6 +153,15 @@ class TurnError(EngineError):
 
 class EngineDied(EngineError):
     """The engine is gone; every turn in it must be taken up elsewhere."""
+
+
+class EngineAway(EngineError):
+    """The engine cannot be reached for now, and may be again: turns go back, and none are claimed until `healthy`
+    says True. `held`: the turn was in the engine when it went."""
+
+    def __init__(self, why: str, *, held: bool = False) -> None:
+        self.held = held
+        super().__init__(why)
 
 
 class Engine(Protocol):
@@ -174,7 +192,8 @@ class Engine(Protocol):
         ...
 
     async def healthy(self) -> bool:
-        """Whether the engine would answer. Raises EngineDied when it is gone for good."""
+        """Whether the engine would answer. Raises EngineDied when it is gone for good, EngineAway while it
+        cannot be reached."""
         ...
 
     def running(self) -> int:

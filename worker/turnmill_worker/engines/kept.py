@@ -37,6 +37,12 @@ def can_go_on(turn: Turn) -> bool:
     )
 
 
+def can_be_told(turn: Turn) -> bool:
+    """Whether readers may be told of an answer while it grows: it could go on elsewhere, and its text is its content. Where
+    there are tools, text may yet become a call."""
+    return can_go_on(turn) and not turn.tools
+
+
 def joined(parts: Sequence[Part], read: Callable[[bytes], list[Token]]) -> list[Token]:
     """The tokens of an answer so far, up to the first part that is damaged (`read` raises ValueError) or does
     not fit."""
@@ -56,12 +62,13 @@ def settled(count: int, text: Callable[[int], str], stops: Sequence[str]) -> int
     """With how many of `count` tokens an answer can go on so that it is as one made at once. `text(n)` is the
     text of the first n. An engine looks for stop strings, and for the other half of a character, only in
     what it makes itself: so neither may begin in what it is given."""
-    while count and not _ends_whole(text(count), stops):
+    while count and not ends_whole(text(count), stops):
         count -= 1
     return count
 
 
-def _ends_whole(text: str, stops: Sequence[str]) -> bool:
+def ends_whole(text: str, stops: Sequence[str]) -> bool:
+    """Whether a text ends neither inside a character nor with what may begin a stop string."""
     if text.endswith("\N{REPLACEMENT CHARACTER}"):
         return False
     return not any(

@@ -142,7 +142,10 @@ class _Server:
 
     def complete(self, request: dict[str, Any], receive: Any) -> None:
         """Blocks until `receive` has had every chunk, or has returned True to abort."""
-        self._server.handle_chat_completions(request, receive)
+        if "prompt" in request:
+            self._server.handle_completions(request, receive)
+        else:
+            self._server.handle_chat_completions(request, receive)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         """HTTP status and decoded answer. Blocks. Raises OSError."""
@@ -260,15 +263,17 @@ class LocalEngine:
         turn = call.turn
         self._check_what_would_be_ignored(turn)
         sampling = _sampling(turn)
-        chat = turn.model_dump(
+        asked = turn.model_dump(
             exclude_none=True, exclude={"model", "revision", "sampling", "sample"}
         )
-        prompt, prompt_tokens = self._render(chat | sampling)
+        if turn.prompt is not None:
+            del asked["messages"]
+        prompt, prompt_tokens = self._render(asked | sampling)
         space = room(prompt_tokens, turn.sampling.max_tokens, context=self._capacity.context)
         sampling["max_tokens"] = space.max_tokens
         call.progress.now_rendered(
             {
-                "endpoint": "chat.completions",
+                "endpoint": "chat.completions" if turn.prompt is None else "completions",
                 "prompt_tokens": prompt_tokens,
                 "prompt_digest": hashlib.sha256(prompt.encode()).hexdigest(),
                 "sampling": sampling,
@@ -276,7 +281,7 @@ class LocalEngine:
         )
         call.check()
         call.progress.now_sent()
-        return _made(turn, self._complete(call, chat | sampling), space)
+        return _made(turn, self._complete(call, asked | sampling), space)
 
     def _check_what_would_be_ignored(self, turn: Turn) -> None:
         if turn.sampling.min_tokens:
@@ -289,6 +294,9 @@ class LocalEngine:
 
     def _render(self, request: dict[str, Any]) -> tuple[str, int]:
         """The prompt, and its length in tokens."""
+        if "prompt" in request:
+            tokens = self._ask_of({"content": request["prompt"], "add_special": True}, "/tokenize")
+            return request["prompt"], len(tokens["tokens"])
         texts = self._ask_of(request, "/apply-template")
         lengths = self._ask_of(request, "/v1/chat/completions/input_tokens")
         return texts["prompt"], lengths["input_tokens"]
@@ -342,7 +350,8 @@ def _sampling(turn: Turn) -> dict[str, Any]:
     if "seed" in fields:
         fields["seed"] %= _SEEDS
     if fields.get("logprobs"):
-        fields["top_logprobs"] = fields.get("top_logprobs") or 1  # 0 would leave out all of them
+        top = fields.get("top_logprobs") or 1  # 0 would leave out all of them
+        fields |= {"top_logprobs": top} if turn.prompt is None else {"logprobs": top}
     return fields
 
 

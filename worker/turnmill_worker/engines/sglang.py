@@ -21,7 +21,6 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
@@ -29,6 +28,7 @@ import time
 from array import array
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -46,7 +46,8 @@ from turnmill_worker.engines.base import (
     Progress,
     TurnError,
 )
-from turnmill_worker.engines.kept import can_go_on
+from turnmill_worker.engines.calls import name_calls
+from turnmill_worker.engines.kept import can_be_told, can_go_on
 from turnmill_worker.engines.loop_thread import LoopThread
 from turnmill_worker.engines.room import Room, room
 from turnmill_worker.engines.sglang_growing import GoingOn, Grown, remembers_nothing
@@ -104,6 +105,7 @@ class SGLangEngine:
                 raise
         self._manager = self._engine.tokenizer_manager
         self._chat = self._manager.serving_chat_class(self._manager, self._engine.template_manager)
+        self._completions = _completions(self._manager, self._engine.template_manager)
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="sglang-chat")
         self._identity = self._identify()
         self._context, self._max_prompt = self._limits()
@@ -248,8 +250,17 @@ class SGLangEngine:
                 grown.before = await self._in_thread(
                     self._going_on.taken_over, turn, request, progress.kept, most
                 )
+                grown.text_before = await self._in_thread(
+                    self._going_on.text_of, request, prompt, grown.before
+                )
             progress.resumed_at = len(grown.before)
             progress.growing = grown.part
+            # A reasoning parser takes the beginning of the text for itself.
+            if can_be_told(turn) and not self._chat.reasoning_parser:
+                cut = partial(self._going_on.cut, request)
+                progress.telling = grown.telling(turn.sampling.stop or (), cut)
+                if progress.streamed:  # as SGLang's HTTP server streams
+                    request.sampling_params["stream_interval"] = None
         progress.now_rendered(
             {
                 "endpoint": "engine.generate",
@@ -265,27 +276,34 @@ class SGLangEngine:
         receiving = self._receive(request, progress, grown)
         output = await asyncio.wrap_future(self._thread.submit(receiving))
         if grown.before:
-            output = await self._in_thread(
-                self._going_on.whole, request, prompt, grown.before, output
-            )
+            output = await self._in_thread(self._going_on.whole, request, prompt, grown, output)
         return await self._in_thread(self._parse, turn, body, output, space)
 
     def _render(self, turn: Turn, rid: str) -> tuple[Any, Any, list[int]]:
-        """SGLang's request for a turn, as its HTTP server would make it; the chat request that it was
+        """SGLang's request for a turn, as its HTTP server would make it; the request that it was
         made of; and the prompt's token ids."""
-        from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+        from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 
         fields = turn.model_dump(
             exclude_none=True, exclude={"model", "revision", "sampling", "sample"}
         )
         # max_tokens is left to us: SGLang would refuse one that is larger than the context.
         fields |= turn.sampling.model_dump(exclude_none=True, exclude={"max_tokens"})
+        serving, kind = self._chat, ChatCompletionRequest
+        if turn.prompt is not None:
+            serving, kind = self._completions, CompletionRequest
+            del fields["messages"]
+            top = fields.pop("top_logprobs", 0)
+            if fields.pop("logprobs", False):
+                fields["logprobs"] = top
         try:
             # Its own name for the model: in any other, what follows a colon is a LoRA adapter.
-            body = ChatCompletionRequest(model=self._manager.served_model_name, rid=rid, **fields)
-            if refusal := self._chat._validate_request(body):
+            body = kind(model=self._manager.served_model_name, rid=rid, **fields)
+            if refusal := serving._validate_request(body):
                 raise InvalidRequest(refusal)
-            request, body = self._chat._convert_to_internal_request(body)
+            request, body = serving._convert_to_internal_request(body)
+            if turn.prompt is not None:
+                request.input_ids, request.text = self._prompt_of(request), None
         except ValidationError as error:
             raise InvalidRequest(explain(error)) from None
         except (EngineError, MemoryError, RuntimeError):
@@ -323,9 +341,9 @@ class SGLangEngine:
             async with contextlib.aclosing(chunks):
                 async for output in chunks:
                     made = output["meta_info"].get("completion_tokens", 0)
-                    progress.moved(len(grown.before) + made)
                     if output["meta_info"]["finish_reason"] is None:
                         grown.take(output)
+                    progress.moved(len(grown.before) + made)
         except Exception as error:
             raise _turn_error(error) from error
         return output
@@ -338,22 +356,29 @@ class SGLangEngine:
             error = InvalidRequest if finish.get("status_code") == 400 else TurnError
             raise error(finish.get("message") or "aborted by the engine")
         length = finish.get("length")
+        limited_by, limit = _met(space, length, meta["prompt_tokens"])
+        usage = Usage(
+            prompt_tokens=meta["prompt_tokens"],
+            completion_tokens=meta["completion_tokens"],
+            cached_tokens=meta.get("cached_tokens") or 0,
+            reasoning_tokens=meta.get("reasoning_tokens") or 0,
+        )
+        if turn.prompt is not None:
+            logprobs = None
+            if turn.sampling.logprobs:
+                logprobs = self._chat._process_response_logprobs(output).model_dump()
+            text = {"role": "assistant", "content": output["text"]}
+            return Answer(text, finish["type"], usage, limited_by, limit, logprobs)
         response = self._chat._build_chat_response(body, [output], int(time.time()))
         if not hasattr(response, "choices"):
             raise TurnError(_refusal(response))
         choice = response.choices[0]
         message = choice.message.model_dump(exclude_none=True)
-        _name_calls(message, turn.hash)
-        limited_by, limit = _met(space, length, meta["prompt_tokens"])
+        name_calls(message, turn.hash)
         return Answer(
             message=message,
             finish=choice.finish_reason,
-            usage=Usage(
-                prompt_tokens=meta["prompt_tokens"],
-                completion_tokens=meta["completion_tokens"],
-                cached_tokens=meta.get("cached_tokens") or 0,
-                reasoning_tokens=meta.get("reasoning_tokens") or 0,
-            ),
+            usage=usage,
             limited_by=limited_by,
             limit=limit,
             logprobs=choice.logprobs.model_dump() if choice.logprobs else None,
@@ -481,6 +506,12 @@ def _arguments(settings: EngineSettings) -> Any:
     return arguments
 
 
+def _completions(manager: Any, templates: Any) -> Any:
+    from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+
+    return OpenAIServingCompletion(manager, templates)
+
+
 def _launch(arguments: Any) -> Any:
     """On the loop thread: the engine, its processes running."""
     from sglang.srt.entrypoints.engine import Engine
@@ -549,15 +580,6 @@ def _met(space: Room, length: int | None, prompt_tokens: int) -> tuple[Cap | Non
     if length < space.max_tokens:  # a limit of the engine's own, which it applies silently
         return "context", prompt_tokens + length
     return space.limited_by, space.limit
-
-
-def _name_calls(message: dict[str, Any], turn_hash: str) -> None:
-    """Give tool calls ids that are the same whenever the turn is answered the same. Ids that are not
-    random stay: some models' templates are made for their own."""
-    for index, call in enumerate(message.get("tool_calls", ())):
-        if re.fullmatch("call_[0-9a-f]{24}", call["id"]):
-            digest = hashlib.sha256(f"{turn_hash}{index}".encode()).hexdigest()
-            call["id"] = f"call_{digest[:24]}"
 
 
 def _refusal(response: Any) -> str:

@@ -3,11 +3,11 @@ version of SGLang; it imports nothing of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnmill.turn import Turn
-from turnmill_worker.engines.kept import Part, joined, settled
+from turnmill_worker.engines.kept import Part, ends_whole, joined, settled
 from turnmill_worker.engines.tokens import KeptToken, pack_tokens, unpack_tokens
 
 _DECODE_CONTEXT = 5
@@ -24,13 +24,19 @@ _REMEMBERS = (
 )
 
 
+_TAIL = 8
+"""Tokens: a character is made of no more."""
+
+
 class Grown:
-    """What there is of an unfinished answer: tokens taken over from an earlier try, and those made since. Written
-    on the loop thread, read on the worker's."""
+    """What there is of an unfinished answer: tokens taken over from an earlier try, and their text; and those made since.
+    Written on the loop thread, read on the worker's."""
 
     def __init__(self) -> None:
         self.before: list[KeptToken] = []
+        self.text_before = ""
         self._ids: list[int] = []
+        self._made: tuple[int, str] = (0, "")  # so many tokens, with this text
         self._logprobs: list[Any] | None = None
         self._top: list[Any] | None = None
 
@@ -39,14 +45,35 @@ class Grown:
         # SGLang goes on writing into these lists: what is complete now is counted by the ids.
         self._logprobs = meta.get("output_token_logprobs")
         self._top = meta.get("output_top_logprobs")
-        self._ids = output["output_ids"][: meta["completion_tokens"]]
+        self._ids = output["output_ids"]
+        self._made = meta["completion_tokens"], output["text"]
 
     def part(self, offset: int) -> Part:
-        ids = self._ids[max(0, offset - len(self.before)) :]
-        first = len(self._ids) - len(ids)
+        count, _ = self._made
+        first = min(count, max(0, offset - len(self.before)))
+        ids = self._ids[first:count]
         made = [self._token(first + index, id) for index, id in enumerate(ids)]
         tokens = [*self.before[offset:], *made]
         return Part(offset, len(tokens), pack_tokens(tokens) if tokens else b"")
+
+    def telling(
+        self, stops: Sequence[str], cut: Callable[[list[int]], bool]
+    ) -> Callable[[int], str]:
+        """What readers may be told (base.py). `cut`: whether tokens end inside a character."""
+        settled = ""  # what was made since, up to where the answer could go on
+
+        def since(characters: int) -> str:
+            nonlocal settled
+            count, text = self._made
+            tail = self._ids[max(0, count - _TAIL) : count]
+            if len(text) > len(settled) and ends_whole(text, stops) and not cut(tail):
+                settled = text
+            before = len(self.text_before)
+            if characters < before:
+                return self.text_before[characters:] + settled
+            return settled[characters - before :]
+
+        return since
 
     def _token(self, index: int, id: int) -> KeptToken:
         if self._logprobs is None:
@@ -61,6 +88,7 @@ class GoingOn:
 
     def __init__(self, manager: Any, think_end: list[int]) -> None:
         self._manager, self._think_end = manager, think_end
+        self._cut: dict[int, bool] = {}
 
     def taken_over(
         self, turn: Turn, request: Any, kept: Sequence[Part], most: int
@@ -73,6 +101,22 @@ class GoingOn:
         )
         return tokens[:count]
 
+    def cut(self, request: Any, ids: list[int]) -> bool:
+        """Whether tokens end inside a character. SGLang leaves such an end out of its text."""
+        last = ids[-1]
+        if last not in self._cut:
+            text = self._decode(request, [last])
+            self._cut[last] = not text or text.endswith("\N{REPLACEMENT CHARACTER}")
+        # By itself such a token may still be the end of a character.
+        return self._cut[last] and self._decode(request, ids).endswith("\N{REPLACEMENT CHARACTER}")
+
+    def text_of(self, request: Any, prompt: list[int], tokens: list[KeptToken]) -> str:
+        """The text of an answer's first tokens."""
+        # A tokenizer that joins words decodes differently at the beginning of a text.
+        context = prompt[-_DECODE_CONTEXT:]
+        ids = [token.id for token in tokens]
+        return self._decode(request, context + ids)[len(self._decode(request, context)) :]
+
     def _decode(self, request: Any, ids: list[int]) -> str:
         """As SGLang's detokenizer does."""
         sampling = request.sampling_params
@@ -84,9 +128,10 @@ class GoingOn:
         return text
 
     def whole(
-        self, request: Any, prompt: list[int], before: list[KeptToken], output: dict[str, Any]
+        self, request: Any, prompt: list[int], grown: Grown, output: dict[str, Any]
     ) -> dict[str, Any]:
         """What SGLang would have given if it had made the whole answer at once."""
+        before = grown.before
         count, ids = len(before), [token.id for token in before]
         meta = dict(output["meta_info"])
         meta["prompt_tokens"] = len(prompt)
@@ -110,10 +155,8 @@ class GoingOn:
         whole = ids + list(output["output_ids"])
         if request.require_reasoning and self._think_end:
             meta["reasoning_tokens"] = _until(self._think_end, whole)
-        # A tokenizer that joins words decodes differently at the beginning of a text.
-        context = prompt[-_DECODE_CONTEXT:]
-        text = self._decode(request, context + ids)[len(self._decode(request, context)) :]
-        return {**output, "output_ids": whole, "text": text + output["text"], "meta_info": meta}
+        text = grown.text_before + output["text"]
+        return {**output, "output_ids": whole, "text": text, "meta_info": meta}
 
 
 def remembers_nothing(request: Any) -> bool:

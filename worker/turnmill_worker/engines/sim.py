@@ -1,9 +1,9 @@
 """A scripted engine, which makes tests and benchmarks exact: latency, speed, context, faults.
 
-A token is a word with the white space before it. The prompt is a line `role: text` for each message.
+A token is a word with the white space before it. The prompt is a line `role: text` for each message, or the turn's own.
 Nothing is cached between turns (`cached_tokens` is 0), tools and `response_format` are read as
 part of the turn but never used, and sampling changes nothing but the answer's length. What a turn is
-answered is a function of its messages alone, so a test can say beforehand what must come back; but for
+answered is a function of its messages or its prompt alone, so a test can say beforehand what must come back; but for
 `chain`, whose first token is random: there a test can see whether an answer is of one piece.
 """
 
@@ -20,9 +20,9 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -39,7 +39,7 @@ from turnmill_worker.engines.base import (
     Progress,
     TurnError,
 )
-from turnmill_worker.engines.kept import Part, can_go_on, joined, settled
+from turnmill_worker.engines.kept import Part, can_be_told, can_go_on, joined, settled
 from turnmill_worker.engines.room import Room, room
 
 _TOKEN = re.compile(r"\s*\S+|\s+\Z")
@@ -59,11 +59,16 @@ _FAULTS = {
 _BLOCK_SECONDS = 5.0
 _STEP = 0.25
 """Seconds. How finely a slow answer is seen to grow; finer would cost more with thousands of turns."""
+_TOLD_STEP = 0.05
+"""The same, where somebody reads along."""
 
 
-def history_hash(messages: Sequence[Message]) -> str:
-    """16 hex digits that change with every change of the messages, their order and number."""
-    text = _canonical(_MESSAGES.dump_python(list(messages), exclude_none=True))
+def history_hash(question: Sequence[Message] | str) -> str:
+    """16 hex digits that change with every change of the prompt, or of the messages, their order and number."""
+    if isinstance(question, str):
+        text = _canonical(question)
+    else:
+        text = _canonical(_MESSAGES.dump_python(list(question), exclude_none=True))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -94,7 +99,7 @@ def _parse(settings: EngineSettings) -> argparse.Namespace:
         "--answer",
         choices=("echo", "history-hash", "words", "chain"),
         default="echo",
-        help="the last user message's text, a digest of all messages, --answer-tokens words, or so many of which "
+        help="the last user message's text or the prompt, a digest of all messages, --answer-tokens words, or so many of which "
         "the first is random and each other follows from the one before it",
     )
     parser.add_argument(
@@ -191,11 +196,15 @@ class SimEngine:
     async def answer(self, turn: Turn, rid: str, progress: Progress) -> Answer:
         self._check_alive()
         prompt_tokens, space = _render(turn, self._script.context, progress)
-        progress.now_sent()
         hangs = self._meets_a_fault(turn) or self._frozen
-        plan = self._plan(turn, space.max_tokens, _taken_over(turn, progress))
-        if can_go_on(turn):
+        goes_on = can_go_on(turn)
+        kept = _taken_over(turn, progress) if goes_on and progress.kept else []
+        plan = self._plan(turn, space.max_tokens, kept)
+        if goes_on:
             progress.growing = partial(_part, plan.tokens, progress)
+        if can_be_told(turn):
+            progress.telling = _Told(plan.tokens, turn.sampling.stop or (), progress).since
+        progress.now_sent()
         if self._at_once and self._free and not hangs:
             progress.moved(len(plan.tokens))
             return _answer(turn, plan, prompt_tokens, space)
@@ -243,7 +252,7 @@ class SimEngine:
     def _meets_a_fault(self, turn: Turn) -> bool:
         """Does what a fault in the turn asks for. True: the turn is to hang."""
         for effect, needle in self._faults:
-            if not any(needle in _text(message) for message in turn.messages):
+            if not any(needle in text for text in _texts(turn)):
                 continue
             if effect == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -265,9 +274,9 @@ class SimEngine:
     def _plan(self, turn: Turn, max_tokens: int, kept: list[str]) -> _Plan:
         sampling = turn.sampling
         if self._script.answer == "echo":
-            tokens = _TOKEN.findall(_last_user_text(turn.messages))
+            tokens = _TOKEN.findall(_last_user_text(turn))
         elif self._script.answer == "history-hash":
-            tokens = [history_hash(turn.messages)]
+            tokens = [history_hash(turn.question)]
         elif self._script.answer == "words":
             tokens = [_PADDING[0].lstrip()]
         else:
@@ -317,7 +326,8 @@ class SimEngine:
         made = min(total, before + 1) if speed else total
         progress.moved(made)
         while made < total:
-            made = min(total, made + max(1, round(speed * _STEP)))
+            step = _TOLD_STEP if progress.streamed else _STEP
+            made = min(total, made + max(1, round(speed * step)))
             await seat.wait(first + (made - before - 1) / speed)
             progress.moved(made)
 
@@ -335,12 +345,36 @@ def _chain(token: str) -> Iterator[str]:
 
 def _taken_over(turn: Turn, progress: Progress) -> list[str]:
     """The tokens of an earlier try from which this one goes on."""
-    if not (progress.kept and can_go_on(turn)):
-        return []
     tokens: list[str] = joined(progress.kept, json.loads)
     count = settled(len(tokens), lambda n: "".join(tokens[:n]), turn.sampling.stop or ())
     progress.resumed_at = count
     return tokens[:count]
+
+
+class _Told:
+    """What readers may be told of an answer."""
+
+    def __init__(self, tokens: list[str], stops: Sequence[str], progress: Progress) -> None:
+        self._tokens, self._stops, self._progress = tokens, stops, progress
+        self._looked_at = max(map(len, stops), default=0) + 1  # characters
+
+    def since(self, characters: int) -> str:
+        there_are = max(self._progress.tokens, self._progress.resumed_at)
+        count = settled(there_are, self._end, self._stops)
+        return self._text[characters : self._ends[count]]
+
+    def _end(self, count: int) -> str:
+        end = self._ends[count]
+        return self._text[max(0, end - self._looked_at) : end]
+
+    @cached_property
+    def _text(self) -> str:
+        return "".join(self._tokens)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Where in the text its first tokens end: none of them, one, two..."""
+        return [0, *accumulate(map(len, self._tokens))]
 
 
 def _part(tokens: list[str], progress: Progress, offset: int) -> Part:
@@ -354,6 +388,7 @@ def _render(turn: Turn, context: int, progress: Progress) -> tuple[int, Room]:
     if wanted is not None and wanted.get("type") not in _RESPONSE_FORMATS:
         raise InvalidRequest(f"response_format: type must be one of {', '.join(_RESPONSE_FORMATS)}")
     lines = [f"{message.role}: {_text(message)}" for message in turn.messages]
+    lines += [turn.prompt] if turn.prompt is not None else []
     lines += [tool.model_dump_json(exclude_none=True) for tool in turn.tools or ()]
     prompt = "\n".join(lines)
     prompt_tokens = len(prompt.split())
@@ -381,11 +416,15 @@ def _text(message: Message) -> str:
     return "\n".join(part for part in (message.reasoning_content, content, *calls) if part)
 
 
-def _last_user_text(messages: Sequence[Message]) -> str:
-    for message in reversed(messages):
+def _texts(turn: Turn) -> list[str]:
+    return [_text(message) for message in turn.messages] if turn.prompt is None else [turn.prompt]
+
+
+def _last_user_text(turn: Turn) -> str:
+    for message in reversed(turn.messages):
         if message.role == "user":
             return _text(message)
-    return _text(messages[-1])
+    return _texts(turn)[-1]
 
 
 def _answer(turn: Turn, plan: _Plan, prompt_tokens: int, space: Room) -> Answer:

@@ -1,6 +1,7 @@
 -- CLAIM: a worker takes turns. ARGV: token, how many, how many it holds, bytes (of bodies, the first always).
 -- Returns: more (1: more is ready), drain (1: nothing for now, also where you have room), jobs of arq's clients to be
--- seen to, then per turn: hash, mark, when it was asked for (ms), earlier tries (JSON list, inside), body.
+-- seen to, then per turn: hash, mark (an `s` behind it: somebody reads along), when it was asked for (ms), earlier
+-- tries (JSON list, inside), body.
 local token, want, holding, room = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local worker = token:sub(1, 8)
 local STARVES_AFTER = 30000  -- ms
@@ -11,15 +12,24 @@ reap()
 local out, owners, leases = {}, {}, {}
 local work, work_limit = 0, 2 * want + 200  -- hints looked at: bounds the time of this call
 
-local function hand_out(h, mark, run, waiter, body, log)
+-- The body, nil if there is none. What is no string under that name must not stop everybody's claims: to the worker
+-- it is a body that cannot be read.
+local function body_of(h)
+  local body = redis.pcall('GET', body_key(h))
+  if type(body) == 'table' then return '' end
+  return body
+end
+
+local function hand_out(h, mark, run, waiter, body, known)
+  local tries = known and C('HMGET', tries_key(h), 'log', 'stream') or {}
   owners[#owners + 1] = h
   owners[#owners + 1] = token .. mark .. run
   leases[#leases + 1] = now + lease
   leases[#leases + 1] = h
   out[#out + 1] = h
-  out[#out + 1] = mark
+  out[#out + 1] = tries[2] and mark .. 's' or mark
   out[#out + 1] = waiter:sub(2)
-  out[#out + 1] = log or ''
+  out[#out + 1] = tries[1] or ''
   out[#out + 1] = body
   room = room - #body
 end
@@ -86,14 +96,14 @@ local function try_suspects()
     local company = company_of(h)
     local alone = company == 1
     local run = C('HRANDFIELD', waiters_key(h))
-    local body = run and not ended(h) and not leased(h) and C('GET', body_key(h))
+    local body = run and not ended(h) and not leased(h) and body_of(h)
     if not body then
       C('ZREM', SUSPECTS, h)
     elseif alone and holding > 0 then
       overdue = overdue or waited > EMPTIES_AFTER
     elseif #tried < company and (#tried == 0 or #body <= room) then
       C('ZREM', SUSPECTS, h)
-      hand_out(h, alone and '!' or '~', run, C('HGET', waiters_key(h), run), body, C('HGET', tries_key(h), 'log'))
+      hand_out(h, alone and '!' or '~', run, C('HGET', waiters_key(h), run), body, true)
       tried[#tried + 1] = h
       together = math.min(together, company)
       length = math.max(length, TRIAL * 2 ^ (strikes(h) - SUSPECT_FROM))
@@ -177,11 +187,11 @@ local function serve(class, limit)
       local open = not held[i] and not seen[h] and (known == 0 or not ended(h) and strikes(h) < SUSPECT_FROM)
       local waiter = open and C('HGET', waiters_key(h), run)
       if waiter and cancelled and C('SISMEMBER', Q .. 'sweep:' .. run, h) == 1 then waiter = false end
-      local body = waiter and C('GET', body_key(h))
+      local body = waiter and body_of(h)
       if body then
         if #body > room and #out > 0 then full = true break end
         seen[h] = true
-        hand_out(h, '-', run, waiter, body, known > 0 and C('HGET', tries_key(h), 'log'))
+        hand_out(h, '-', run, waiter, body, known > 0)
         taken = taken + 1
       end
       used = used + 1
@@ -195,6 +205,7 @@ local function serve(class, limit)
     limit = limit - taken
     vt = vt + taken / weight
     if #hints == 0 then
+      work = work + 1
       C('ZREM', READY, run)
       C('HSET', Q .. 'vt', class .. run, vt)
     elseif taken > 0 then

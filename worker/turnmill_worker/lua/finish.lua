@@ -1,5 +1,6 @@
 -- FINISH: how turns ended in a worker. ARGV, six per turn: hash, token, then one of
---   ok         ''     reply        trace      the first answer wins, whoever brings it
+--   ok         ''     reply        trace      the first answer wins, whoever brings it; but once readers were told
+--                                             of an answer, only the owner's goes on from there
 --   fail       kind   record       trace      only by the owner
 --   requeue    ms     reason       ''         only by the owner; ms: not before that; reason: drain, handback,
 --                                             retry (no strike) or death (a strike)
@@ -17,17 +18,21 @@ local function write_records()
   records = {}
 end
 
-local function store_reply(h, reply, trace)
-  answered[#answered + 1] = h
+local function store_reply(i, h, token, reply, trace)
   local known = C('EXISTS', reply_key(h), failure_key(h), tries_key(h)) > 0
-  if new[h] or known and C('EXISTS', reply_key(h)) == 1 then return 0 end
+  local over = new[h] or known and C('EXISTS', reply_key(h)) == 1
+  if known and not over and C('EXISTS', told_key(h)) == 1 and not (owners[i] and token_of(owners[i]) == token) then
+    return 0
+  end
+  answered[#answered + 1] = h
+  if over then return 0 end
   local runs, had_failed, last = C('HKEYS', waiters_key(h)), 0, #records
   new[h] = true
   records[last + 1], records[last + 2], records[last + 3], records[last + 4] = reply_key(h), reply, trace_key(h), trace
   replies, bytes = replies + 1, bytes + #reply + #trace
   if known then
     had_failed = C('DEL', failure_key(h))
-    C('DEL', tries_key(h), partial_key(h))
+    C('DEL', tries_key(h), partial_key(h), told_key(h))
     C('ZREM', SUSPECTS, h)
   end
   for _, run in ipairs(runs) do
@@ -60,7 +65,7 @@ local function release(h, owner, verb, a, b, trace)
 end
 
 local function finish(i, h, token, verb, a, b, trace)
-  if verb == 'ok' then return store_reply(h, b, trace) end
+  if verb == 'ok' then return store_reply(i, h, token, b, trace) end
   write_records()
   local owner = owners[i]
   if not owner or token_of(owner) ~= token or C('HGET', OWNERS, h) ~= owner then return 0 end

@@ -1,6 +1,6 @@
 -- RENEW: a worker lives and goes on. ARGV: per turn: hash, token.
 -- Returns: {lost: somebody else holds it, or it has ended}, {unwanted: nobody waits for it any more},
--- again (1: more upkeep is to be done, call at once).
+-- again (1: more upkeep is to be done, call at once), {stream: somebody reads along, since lately}.
 local hashes, tokens = {}, {}
 for i = 1, #ARGV, 2 do
   hashes[#hashes + 1] = ARGV[i]
@@ -9,10 +9,11 @@ end
 local lost, unwanted, renewed = {}, {}, {}
 
 -- A run that is being cancelled leaves what runs before what waits.
-local leaving = C('SMEMBERS', Q .. 'sweeping')
+local leaving, any = {}, false
+for _, run in ipairs(C('SMEMBERS', Q .. 'sweeping')) do leaving[run], any = true, true end
 local function leave_early(h)
-  for _, run in ipairs(leaving) do
-    if C('SREM', Q .. 'sweep:' .. run, h) == 1 then
+  for _, run in ipairs(any and C('HKEYS', waiters_key(h)) or {}) do
+    if leaving[run] and C('SREM', Q .. 'sweep:' .. run, h) == 1 then
       C('SADD', Q .. 'turns:' .. run, h)
       leave(h, run, 'cancelled')
     end
@@ -61,4 +62,5 @@ if run then
   if C('EXISTS', SWEEP) == 0 then C('SREM', Q .. 'sweeping', run) end
 end
 if forget_over() or again or #late == 100 or C('EXISTS', Q .. 'sweeping') == 1 then again = 1 else again = 0 end
-return { lost, unwanted, again }
+local stream = #tokens > 0 and C('SMEMBERS', asked_key(tokens[1]:sub(1, 8))) or {}
+return { lost, unwanted, again, stream }

@@ -20,7 +20,7 @@ local function fail(h, kind, record)
   if C('EXISTS', reply_key(h)) == 1 then return false end
   if C('EXISTS', failure_key(h)) == 0 then count(h, 'failed', 1) end
   C('HSET', failure_key(h), 'kind', kind, 'record', record)
-  C('DEL', tries_key(h), partial_key(h))
+  C('DEL', tries_key(h), partial_key(h), told_key(h))
   C('ZREM', SUSPECTS, h)
   C('HDEL', OWNERS, h)
   publish(h)
