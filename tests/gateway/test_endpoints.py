@@ -93,11 +93,12 @@ async def test_models_that_nobody_serves(
     assert error_of(response)["param"] == "model"
     worker(lease=0.5).kill()
 
-    async def unserved() -> Any:
-        response = await client.post(chat("late"))
-        return response if response.status_code == 503 else None
+    async def unserved() -> bool:
+        return (await client.http.get("/models")).json()["data"] == []
 
-    response = await until_async(unserved, "the worker is known to be gone")
+    await until_async(unserved, "the worker is known to be gone")
+    response = await client.post(chat())
+    assert response.status_code == 503
     assert error_of(response)["code"] == "no_worker"
     assert int(response.headers["retry-after"]) > 0
 
