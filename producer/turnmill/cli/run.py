@@ -205,13 +205,17 @@ def _report(end: RunEnd, folder: Path, as_json: bool) -> int:
     else:
         terminal.print(display.report_table(end))
         if not end.report.asked and not end.unfinished:
-            terminal.print("Everything was answered from the store: nothing was asked again.")
+            terminal.print(
+                "Nothing new was asked."
+                if end.report.failures
+                else "Everything was answered from the store: nothing was asked again."
+            )
         name = PARTIAL if end.unfinished else REPLIES
         terminal.print(f"{folder / name}, {folder / 'report.json'}", soft_wrap=True)
     failed = end.report.outcomes.failed
     if failed:
         err.print(
-            f"{failed} conversations failed; each line's error says why. What failed for good is asked again "
+            f"{failed} conversation{'s' * (failed != 1)} failed; each line's error says why. What failed for good is asked again "
             "with --again failed.",
             soft_wrap=True,
         )
@@ -241,6 +245,10 @@ async def _show_while(a_run: Run, name: str) -> RunEnd:
         await end_tasks([driving])
 
 
+LEAVES_WITHIN = 2.0
+"""Seconds in which a run whose worker cannot be started lets go of what it is doing, before it is told again."""
+
+
 @contextlib.asynccontextmanager
 async def _kept_alive(worker: WorkerProcess | None) -> Any:
     """Inside the block the worker is started again when it ends. If that is no use, the block is left with
@@ -251,7 +259,14 @@ async def _kept_alive(worker: WorkerProcess | None) -> Any:
     keeper = asyncio.create_task(worker.keep_alive())
     body = asyncio.current_task()
     assert body is not None
-    keeper.add_done_callback(lambda task: None if task.cancelled() else body.cancel())
+
+    async def leave_when_it_is_no_use() -> None:
+        await asyncio.wait({keeper})
+        while True:  # redis-py can swallow a cancellation
+            body.cancel()
+            await asyncio.sleep(LEAVES_WITHIN)
+
+    leaver = asyncio.create_task(leave_when_it_is_no_use())
     try:
         yield
     except asyncio.CancelledError:
@@ -259,7 +274,7 @@ async def _kept_alive(worker: WorkerProcess | None) -> Any:
             keeper.result()
         raise
     finally:
-        await end_tasks([keeper])
+        await end_tasks([leaver, keeper])
 
 
 async def _only_model(client: Client) -> str:
