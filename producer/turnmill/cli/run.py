@@ -245,10 +245,6 @@ async def _show_while(a_run: Run, name: str) -> RunEnd:
         await end_tasks([driving])
 
 
-LEAVES_WITHIN = 2.0
-"""Seconds in which a run whose worker cannot be started lets go of what it is doing, before it is told again."""
-
-
 @contextlib.asynccontextmanager
 async def _kept_alive(worker: WorkerProcess | None) -> Any:
     """Inside the block the worker is started again when it ends. If that is no use, the block is left with
@@ -259,14 +255,7 @@ async def _kept_alive(worker: WorkerProcess | None) -> Any:
     keeper = asyncio.create_task(worker.keep_alive())
     body = asyncio.current_task()
     assert body is not None
-
-    async def leave_when_it_is_no_use() -> None:
-        await asyncio.wait({keeper})
-        while True:  # redis-py can swallow a cancellation
-            body.cancel()
-            await asyncio.sleep(LEAVES_WITHIN)
-
-    leaver = asyncio.create_task(leave_when_it_is_no_use())
+    keeper.add_done_callback(lambda task: None if task.cancelled() else body.cancel())
     try:
         yield
     except asyncio.CancelledError:
@@ -274,7 +263,7 @@ async def _kept_alive(worker: WorkerProcess | None) -> Any:
             keeper.result()
         raise
     finally:
-        await end_tasks([leaver, keeper])
+        await end_tasks([keeper])
 
 
 async def _only_model(client: Client) -> str:

@@ -92,12 +92,14 @@ for i = 5, #ARGV, 3 do
         state = 'running'
       else
         state = 'queued'
-        if strikes(h) >= SUSPECT_FROM then
-          C('ZADD', SUSPECTS, 'NX', now, h)
-          suspects = true
-        elseif joined or again or restored then
-          local hints = flags:find('g', 1, true) and going or new
-          hints[#hints + 1] = h
+        if joined or again or restored then
+          if strikes(h) >= SUSPECT_FROM then  -- CLAIM would drop its hint
+            C('ZADD', SUSPECTS, 'NX', now, h)
+            suspects = true
+          else
+            local hints = flags:find('g', 1, true) and going or new
+            hints[#hints + 1] = h
+          end
         end
       end
     end
