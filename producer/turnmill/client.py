@@ -334,7 +334,7 @@ class Client:
 
     async def _read(self, attempt: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         self._check_usable()
-        return await patiently(attempt, patience=self._patience, doing="reading")
+        return await patiently(attempt, patience=self._patience, doing="reading the farm")
 
     def _check_usable(self) -> None:
         if self._closed:

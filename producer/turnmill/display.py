@@ -21,7 +21,7 @@ def progress_line(progress: Progress) -> str:
     parts = [
         f"{progress.ended}/{progress.total} conversations" + (f" ({outcomes})" if outcomes else ""),
         f"{progress.running} under way",
-        f"turns: {progress.asked} asked, {progress.stored} from the store",
+        f"turns: {progress.asked} answered, {progress.stored} from the store",
     ]
     if progress.tokens:
         parts.append(f"{progress.tokens / max(progress.seconds, 1e-9):.0f} tokens/s")

@@ -140,7 +140,7 @@ class WorkerProcess:
             lines = self.log_file.read_text(errors="replace").strip().splitlines()
         except OSError:
             return ""
-        return lines[-1].removeprefix("turnmill worker: ") if lines else ""
+        return lines[-1].removeprefix("turnmill worker: ").removeprefix("Error: ") if lines else ""
 
     def stop(self) -> None:
         """Let it drain briefly, then end it."""

@@ -231,8 +231,8 @@ class Run:
             return
         except TurnFailed as failed:
             messages, error = session.messages, str(failed)
-            self._failed_now += not session.ended_before
             outcome = "cancelled" if failed.failure.kind == "cancelled" else "failed"
+            self._failed_now += outcome == "failed" and not session.ended_before
         except RecordError as unreadable:  # as it was before this attempt
             messages, error, outcome = session.messages, str(unreadable), "failed"
         except (UsageError, ValueError) as wrong:
@@ -317,15 +317,16 @@ class Run:
 
     async def _look_whether_cancelled(self) -> None:
         client, name = self._client, self.settings.name
-        if not self._cancelled and await patiently(
+        stopped = self._cancelled or await patiently(
             lambda: client.store.stopped(name), patience=None, doing="reading the run"
-        ):
+        )
+        if not stopped:
+            return
+        if not self._cancelled:  # many look at once
             self._cancelled = True
             log.warning("%s; nothing more is enqueued", CANCELLED)
-        if (
-            self._cancelled
-        ):  # else its turns, which are only marked, would end when a worker clears them
-            await client.cancel(client.waiting)
+        # Else its turns, which are only marked, would end when a worker clears them.
+        await client.cancel(client.waiting)
 
     # What the run is
 

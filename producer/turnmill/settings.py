@@ -57,11 +57,11 @@ class Farm:
         options: dict[str, Any] = {"health_check_interval": 30, "socket_timeout": SOCKET_SECONDS}
         if not self.url.startswith("unix:"):
             options |= {"socket_keepalive": True, "socket_connect_timeout": 5}
-        query = parse_qs(urlsplit(self.url).query)
-        for option in ("decode_responses", "protocol", "encoding"):
-            if option in query:
-                raise UsageError(f"REDIS_URL {self.address!r}: {option} is not to be set")
         try:
+            query = parse_qs(urlsplit(self.url).query)
+            for option in ("decode_responses", "protocol", "encoding"):
+                if option in query:
+                    raise ValueError(f"{option} is not to be set")
             pool = BlockingConnectionPool.from_url(
                 self.url, max_connections=connections, timeout=None, **options
             )

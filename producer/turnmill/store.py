@@ -74,6 +74,11 @@ class RunInfo(BaseModel):
     failed: int = 0
     cancelled: int = 0
 
+    @property
+    def open(self) -> int:
+        """Turns that have not ended for this run."""
+        return max(0, self.total - self.done - self.failed - self.cancelled)
+
 
 class Store:
     """Reads of one namespace. Raises redis-py's errors as they are, and RecordError."""

@@ -42,21 +42,22 @@ def test_running_turns_leave_the_engine_and_the_producer_ends(
     on_farm: Cli, worker: Workers
 ) -> None:
     first = worker("--served-name", "sim", "--slots", "8", sim=ENDLESS)
-    source = str(on_farm.conversations(30))
-    process = begin(on_farm, source, "r", "--concurrency", "20", "--json")
+    source = str(on_farm.conversations(50))
+    process = begin(on_farm, source, "r", "--concurrency", "40", "--json")
     until(lambda: status(on_farm)["queues"].get("sim", {}).get("running") == 8, "turns run")
-    until(lambda: counters(on_farm, "r")["total"] == 20, "all are asked")
+    until(lambda: counters(on_farm, "r")["total"] == 40, "all are asked")
 
     said = cancel(on_farm, "r")
-    assert said == {"run": "r", "marked": 20, "cancelled": 20, "cleared": True}
+    assert said == {"run": "r", "marked": 40, "cancelled": 40, "cleared": True}
     out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
     assert "The run was cancelled. The same command goes on from here." in err
+    assert err.count("nothing more is enqueued") == 1  # and no word of a budget
     assert json.loads(out)["outcomes"] == {
         "completed": 0,
         "capped": 0,
         "failed": 0,
-        "cancelled": 20,
+        "cancelled": 40,
     }
     # The engine is empty, though each of its turns would last for a quarter of an hour.
     until(lambda: status(on_farm)["workers"][0]["running"] == 0, "the engine is empty")
@@ -66,7 +67,7 @@ def test_running_turns_leave_the_engine_and_the_producer_ends(
     first.kill()
     worker("--served-name", "sim")
     again = json.loads(on_farm("run", source, "--run", "r", "--model", "sim", "--json").stdout)
-    assert again["outcomes"]["completed"] == 30
+    assert again["outcomes"]["completed"] == 50
     found = read_results(on_farm.folder / "runs/r/replies.jsonl")
     assert {result.outcome for result in found} == {"completed"}
     assert counters(on_farm, "r")["cancelled"] == 0
@@ -98,7 +99,7 @@ def test_without_a_worker_the_producer_ends_and_nothing_begins(on_farm: Cli) -> 
     process = begin(on_farm, source)
     until(lambda: any(run["total"] == 10 for run in status(on_farm)["runs"]), "it has asked")
     text = " ".join(on_farm("cancel", "r").stdout.split())
-    assert text.startswith("run r: 10 turns are marked, and none of them will begin")
+    assert text.startswith("run r: its 10 open turns are marked, and none of them will begin")
     assert "no worker of sim lives" in text
     assert process.wait(30) == 128 + signal.SIGTERM
     seen = counters(on_farm, "r")
@@ -123,7 +124,7 @@ def test_a_run_that_has_ended_has_nothing_to_cancel(on_farm: Cli, worker: Worker
     worker("--served-name", "sim")
     source = on_farm.conversations(3)
     on_farm("run", str(source), "--run", "r", "--model", "sim")
-    assert on_farm("cancel", "r").stdout == "run r: 0 turns cancelled\n"
+    assert on_farm("cancel", "r").stdout == "run r: no turn is open\n"
     assert counters(on_farm, "r")["done"] == 9
     again = on_farm("run", str(source), "--run", "r", "--model", "sim", "--json")
     assert json.loads(again.stdout)["from_store"] == 9

@@ -45,3 +45,16 @@ async def test_a_connection_that_ended_while_nobody_used_it_is_made_anew(
         await until_async(seen)
         assert await client.ping()
         assert await client.client_id() != mine
+
+
+async def test_who_is_told_to_end_while_it_connects_ends(valkey: ValkeyServer) -> None:
+    for steps in range(8):  # wherever it is by then
+        async with Farm(valkey.url).connect() as client:
+            task = asyncio.create_task(client.ping())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            if task.done():
+                break
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task

@@ -29,6 +29,7 @@ from turnmill.settings import Farm
 from turnmill.store import BenchedWorker, WorkerInfo
 from turnmill.wire import decode
 from turnmill_worker.cli import worker as worker_command
+from turnmill_worker.drill_cli import drill as drill_command
 from turnmill_worker.engines import load
 from turnmill_worker.engines.base import EngineSettings
 from turnmill_worker.scripts import ALL
@@ -356,9 +357,13 @@ def mentioned() -> list[str]:
     return sorted(set(re.findall(r"`(turnmill [a-z][^`]+)`", texts)))
 
 
+ELSEWHERE = {"worker": worker_command, "drill": drill_command}
+"""Commands whose options the producer's half only passes on."""
+
+
 def understand(line: str) -> None:
     _, name, *arguments = shlex.split(line)
-    command = worker_command if name == "worker" else cli.commands[name]
+    command = ELSEWHERE.get(name) or cli.commands[name]
     command.make_context(name, arguments)
 
 
@@ -387,7 +392,7 @@ def arguments_of(engine: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
 
 def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) -> None:
     known = {"--help", "--version"}.union(
-        *(options_of(command) for command in (worker_command, *cli.commands.values())),
+        *(options_of(command) for command in (*ELSEWHERE.values(), *cli.commands.values())),
         *(arguments_of(engine, capsys) for engine in ("sim", "local", "openai")),
     )
     sglang = {

@@ -251,7 +251,9 @@ def test_the_command(on_farm: Cli, worker: Workers, farm: Farm) -> None:
         on_farm(*line, run)
     assert "say --yes" in on_farm("forget", "one", exits=2).stderr
     assert "run name" not in (said := on_farm("forget", "one", "--yes").stdout)
-    assert said == ("run one: 0 answers dropped; 30 of its turns had none, or other runs hold it\n")
+    assert said == (
+        "run one: 0 answers dropped; 30 turns had none, or are held by other runs too\n"
+    )
     assert counters(on_farm).keys() == {"two"}
 
     hash = AnyTurn(

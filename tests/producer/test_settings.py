@@ -40,6 +40,7 @@ def test_without_a_redis_one_line_says_what_to_set() -> None:
         "localhost:6379",
         "http://localhost",
         "redis://farm:port",
+        "redis://[farm",
         "redis://farm?decode_responses=True",
         "redis://farm?protocol=3",
     ],

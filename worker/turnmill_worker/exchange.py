@@ -96,13 +96,16 @@ class Exchanges:
     @property
     def unstored(self) -> int:
         """Turns of which Redis may not know yet how they ended."""
-        return len(self.finished) + sum(len(exchange.finished) for exchange in self._under_way)
+        return len(self._unsaid)
 
     @property
     def answers(self) -> int:
         """Those of them that cost an engine's time: a turn that goes back comes back by itself."""
-        unsaid = [*self.finished, *(item for e in self._under_way for item in e.finished)]
-        return sum(item.verb in ("ok", "fail") for item in unsaid)
+        return sum(item.verb in ("ok", "fail") for item in self._unsaid)
+
+    @property
+    def _unsaid(self) -> list[Finish]:
+        return [*self.finished, *(item for e in self._under_way for item in e.finished)]
 
     @property
     def claiming(self) -> int:

@@ -45,9 +45,11 @@ def cancel(
                     {"run": run, "marked": marked, "cancelled": cancelled, "cleared": not waits_for}
                 )
             )
+        elif not before.open:
+            terminal.print(f"run {run}: no turn is open", markup=False, soft_wrap=True)
         elif waits_for:
             terminal.print(
-                f"run {run}: {marked} turns are marked, and none of them will begin; no worker of "
+                f"run {run}: its {before.open} open turns are marked, and none of them will begin; no worker of "
                 f"{', '.join(waits_for)} lives, the next one will clear them",
                 markup=False,
                 soft_wrap=True,

@@ -40,7 +40,8 @@ def forget(
 ) -> None:
     """Drop stored answers for good.
 
-    Of a RUN: all that no other run holds, and the run itself. A HASH: that answer, whoever holds it.
+    Of a RUN: all that no other run holds, and the run itself; one that is not there is no error. A HASH: that answer,
+    whoever holds it.
     """
 
     def prepare() -> Work:
@@ -80,7 +81,7 @@ def _of_run(one: RunForgotten) -> str:
     kept = one.turns - one.dropped
     line = f"run {one.run}: {one.dropped} answers dropped"
     if kept:
-        line += f"; {kept} of its turns had none, or other runs hold it"
+        line += f"; {kept} turns had none, or are held by other runs too"
     if one.left:
         line += f"; {one.left} turns were asked meanwhile and stay"
     return line

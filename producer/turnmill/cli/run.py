@@ -205,13 +205,17 @@ def _report(end: RunEnd, folder: Path, as_json: bool) -> int:
     else:
         terminal.print(display.report_table(end))
         if not end.report.asked and not end.unfinished:
-            terminal.print("Everything was answered from the store: nothing was asked again.")
+            terminal.print(
+                "Nothing new was asked."
+                if end.report.failures
+                else "Everything was answered from the store: nothing was asked again."
+            )
         name = PARTIAL if end.unfinished else REPLIES
         terminal.print(f"{folder / name}, {folder / 'report.json'}", soft_wrap=True)
     failed = end.report.outcomes.failed
     if failed:
         err.print(
-            f"{failed} conversations failed; each line's error says why. What failed for good is asked again "
+            f"{failed} conversation{'s' * (failed != 1)} failed; each line's error says why. What failed for good is asked again "
             "with --again failed.",
             soft_wrap=True,
         )

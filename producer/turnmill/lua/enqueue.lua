@@ -136,12 +136,14 @@ local function ask(h, flags, body)
         state = 'running'
       else
         state = 'queued'
-        if strikes(h) >= SUSPECT_FROM then
-          C('ZADD', SUSPECTS, 'NX', now, h)
-          suspects = true
-        elseif joined or again or restored then
-          local hints = flags:find('g', 1, true) and going or new
-          hints[#hints + 1] = h
+        if joined or again or restored then
+          if strikes(h) >= SUSPECT_FROM then  -- CLAIM would drop its hint
+            C('ZADD', SUSPECTS, 'NX', now, h)
+            suspects = true
+          else
+            local hints = flags:find('g', 1, true) and going or new
+            hints[#hints + 1] = h
+          end
         end
       end
       if flags:find('s', 1, true) then stream(h, state == 'running') end

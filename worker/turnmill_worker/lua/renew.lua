@@ -9,10 +9,10 @@ end
 local lost, unwanted, renewed = {}, {}, {}
 
 -- A run that is being cancelled leaves what runs before what waits.
-local leaving, any = {}, false
-for _, run in ipairs(C('SMEMBERS', Q .. 'sweeping')) do leaving[run], any = true, true end
+local leaving = {}
+for _, run in ipairs(C('SMEMBERS', Q .. 'sweeping')) do leaving[run] = true end
 local function leave_early(h)
-  for _, run in ipairs(any and C('HKEYS', waiters_key(h)) or {}) do
+  for _, run in ipairs(next(leaving) and C('HKEYS', waiters_key(h)) or {}) do
     if leaving[run] and C('SREM', Q .. 'sweep:' .. run, h) == 1 then
       C('SADD', Q .. 'turns:' .. run, h)
       leave(h, run, 'cancelled')
