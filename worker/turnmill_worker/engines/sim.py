@@ -2,7 +2,7 @@
 
 A token is a word with the white space before it. The prompt is a line `role: text` for each message, or the turn's own.
 Nothing is cached between turns (`cached_tokens` is 0), tools and `response_format` are read as
-part of the turn but never used, and sampling changes nothing but the answer's length. What a turn is
+part of the turn but never used (but by a play, which may call tools), and sampling changes nothing but the answer's length. What a turn is
 answered is a function of its messages or its prompt alone, so a test can say beforehand what must come back; but for
 `chain`, whose first token is random: there a test can see whether an answer is of one piece.
 """
@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import accumulate, cycle, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -41,6 +42,7 @@ from turnmill_worker.engines.base import (
 )
 from turnmill_worker.engines.kept import Part, can_be_told, can_go_on, joined, settled
 from turnmill_worker.engines.room import Room, room
+from turnmill_worker.engines.sim_play import Play
 
 _TOKEN = re.compile(r"\s*\S+|\s+\Z")
 _PADDING = (" grain", " husk", " stone", " wheel", " flour", " sack", " water", " miller")
@@ -108,6 +110,12 @@ def _parse(settings: EngineSettings) -> argparse.Namespace:
         default=1,
         help="shorter answers are padded to so many tokens",
     )
+    parser.add_argument(
+        "--play",
+        type=Path,
+        metavar="FILE",
+        help="answers and tool calls from a file, in place of --answer",
+    )
     for fault, effect in _FAULTS.items():
         parser.add_argument(f"--{fault}-if", metavar="TEXT", help=f"a message has TEXT: {effect}")
     return parser.parse_args(settings.arguments)
@@ -119,6 +127,7 @@ class _Plan(NamedTuple):
     text: str
     tokens: list[str]
     stopped: bool
+    calls: Sequence[dict[str, Any]] = ()
 
 
 class _Seat:
@@ -163,6 +172,7 @@ class SimEngine:
 
     def __init__(self, settings: EngineSettings, script: argparse.Namespace) -> None:
         self._script = script
+        self._play = Play(script.play) if script.play else None
         self._at_once = not script.latency and not script.tokens_per_second
         self._served_name = settings.served_name or settings.model or "sim"
         self._identity = EngineIdentity(
@@ -197,9 +207,10 @@ class SimEngine:
         self._check_alive()
         prompt_tokens, space = _render(turn, self._script.context, progress)
         hangs = self._meets_a_fault(turn) or self._frozen
-        goes_on = can_go_on(turn)
+        played = self._play.answer(turn, _text) if self._play else None
+        goes_on = can_go_on(turn) and not (played or {}).get("tool_calls")
         kept = _taken_over(turn, progress) if goes_on and progress.kept else []
-        plan = self._plan(turn, space.max_tokens, kept)
+        plan = self._plan(turn, space.max_tokens, kept, played)
         if goes_on:
             progress.growing = partial(_part, plan.tokens, progress)
         if can_be_told(turn):
@@ -271,9 +282,14 @@ class SimEngine:
                 return True
         return False
 
-    def _plan(self, turn: Turn, max_tokens: int, kept: list[str]) -> _Plan:
+    def _plan(
+        self, turn: Turn, max_tokens: int, kept: list[str], played: dict[str, Any] | None
+    ) -> _Plan:
         sampling = turn.sampling
-        if self._script.answer == "echo":
+        calls: Sequence[dict[str, Any]] = ()
+        if played is not None:
+            tokens, calls = _TOKEN.findall(played["content"] or ""), played.get("tool_calls", ())
+        elif self._script.answer == "echo":
             tokens = _TOKEN.findall(_last_user_text(turn))
         elif self._script.answer == "history-hash":
             tokens = [history_hash(turn.question)]
@@ -281,11 +297,13 @@ class SimEngine:
             tokens = [_PADDING[0].lstrip()]
         else:
             tokens = [*kept] or [secrets.token_hex(4)]
-        wanted = max(self._script.answer_tokens, sampling.min_tokens or 0)
+        shortest = self._script.answer_tokens if played is None else 0
+        wanted = max(shortest, sampling.min_tokens or 0)
         if sampling.ignore_eos:
             wanted = max_tokens
         if len(tokens) < wanted:
-            more = _chain(tokens[-1]) if self._script.answer == "chain" else cycle(_PADDING)
+            chained = self._script.answer == "chain" and played is None
+            more = _chain(tokens[-1]) if chained else cycle(_PADDING)
             tokens.extend(islice(more, wanted - len(tokens)))
         tokens[: len(kept)] = kept
         whole = len(tokens) <= max_tokens
@@ -293,7 +311,9 @@ class SimEngine:
         text = "".join(tokens)
         found = [(text.find(stop), stop) for stop in sampling.stop or () if stop in text]
         if not found:
-            return _Plan(text, tokens, stopped=whole and not sampling.ignore_eos)
+            # A call is one token, whatever its length.
+            tokens.extend(call["function"]["name"] for call in calls)
+            return _Plan(text, tokens, whole and not sampling.ignore_eos, calls)
         start, stop = min(found)
         return _Plan(text[:start], _TOKEN.findall(text[: start + len(stop)]), stopped=True)
 
@@ -429,10 +449,13 @@ def _last_user_text(turn: Turn) -> str:
 
 def _answer(turn: Turn, plan: _Plan, prompt_tokens: int, space: Room) -> Answer:
     usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=len(plan.tokens))
-    message = {"role": "assistant", "content": plan.text}
+    message: dict[str, Any] = {"role": "assistant", "content": plan.text}
     logprobs = (
         _logprobs(plan.tokens, turn.sampling.top_logprobs or 0) if turn.sampling.logprobs else None
     )
+    if plan.stopped and plan.calls:
+        message |= {"content": plan.text or None, "tool_calls": list(plan.calls)}
+        return Answer(message, "tool_calls", usage, logprobs=logprobs)
     if plan.stopped:
         return Answer(message, "stop", usage, logprobs=logprobs)
     return Answer(message, "length", usage, space.limited_by, space.limit, logprobs)
