@@ -18,7 +18,8 @@ demo: .venv/demo
 	$(BIN)/turnmill run examples/conversations.jsonl --run demo
 
 test: .venv/test
-	$(BIN)/python -m pytest -m "not sglang and not faults and not clients"
+	@# Most of a test is waiting for processes: more at once than there are cores.
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not sglang and not faults and not clients"
 
 # TLS is tested with Debian's server where there is none on the PATH; without either, those tests are skipped.
 test-faults: .venv/test

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 from tests.gateway.serving import Asking, GatewayProcess, chat, error_of
 from tests.processes import SimWorker, ValkeyServer, until_async
 
@@ -84,20 +85,22 @@ async def test_models(serve: Serve, worker: WorkerFactory, asking: MakeAsking) -
 
 
 async def test_models_that_nobody_serves(
-    serve: Serve, worker: WorkerFactory, asking: MakeAsking
+    serve: Serve, worker: WorkerFactory, asking: MakeAsking, client: Redis, farm: Farm
 ) -> None:
     base = serve("--insecure").url
-    client = asking(f"{base}/v1")
-    response = await client.post(chat())
+    asker = asking(f"{base}/v1")
+    response = await asker.post(chat())
     assert response.status_code == 404
     assert error_of(response)["param"] == "model"
-    worker(lease=0.5).kill()
+    one = worker(lease=0.5)
+    await until_async(lambda: client.exists(farm.keys.seen("sim")), "it has looked for turns")
+    one.kill()
 
     async def unserved() -> bool:
-        return (await client.http.get("/models")).json()["data"] == []
+        return (await asker.http.get("/models")).json()["data"] == []
 
     await until_async(unserved, "the worker is known to be gone")
-    response = await client.post(chat())
+    response = await asker.post(chat())
     assert response.status_code == 503
     assert error_of(response)["code"] == "no_worker"
     assert int(response.headers["retry-after"]) > 0
