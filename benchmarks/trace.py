@@ -69,10 +69,12 @@ def read(path: Path) -> list[Arrival]:
     return sorted(shifted, key=lambda one: one.at)
 
 
-def _arrival(row: Mapping[str, str], names: tuple[str, str, str], where: str) -> Arrival:
-    moment, prompt, answer = (row[name] or "" for name in names)
+def _arrival(row: Mapping[str, str | None], names: tuple[str, str, str], where: str) -> Arrival:
+    moment, prompt, answer = (row.get(name) or "" for name in names)
     try:
-        at = datetime.fromisoformat(moment).timestamp() if "-" in moment else float(moment)
+        at = datetime.fromisoformat(moment).timestamp() if ":" in moment else float(moment)
+        if not math.isfinite(at):
+            raise ValueError(f"{moment} is no time")
         # An answer of no tokens cannot be asked for.
         return Arrival(at, max(1, int(prompt)), max(1, int(answer)))
     except ValueError as error:
