@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 from collections.abc import Callable
 
 import psutil
@@ -150,3 +151,15 @@ async def test_clients_that_hang_up_leave_nothing_behind(
     runs = await counters(Store(client, farm.keys))
     assert (runs["adhoc"].open, runs["adhoc"].cancelled) == (0, len(load) // 2)
     assert (runs["run"].open, runs["run"].cancelled) == (len(load) // 2, 0)
+
+
+def test_as_many_clients_may_wait_as_the_system_allows(serve: Serve) -> None:
+    limit = resource.RLIMIT_NOFILE
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (256, hard))  # as a shell has it, or worse
+    try:
+        gateway = serve("--insecure")
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+    allowed, _ = resource.prlimit(gateway.process.pid, limit)
+    assert allowed > 256
