@@ -29,15 +29,19 @@ class Refusals:
     ) -> None:
         self._cli, self._serve, self._worker = cli, serve, worker
 
-    def run(self, *command: str | Path) -> dict[str, Any]:
+    def run(self, *command: str | Path, **environment: str) -> dict[str, Any]:
         self._worker(sim=("--context", "500", "--latency", LATENCY))
         key = self._cli("keys", "add", "alice", "--max-queued", "1").stdout.strip()
         gateway = self._serve()
         process = subprocess.run(
             command,
             cwd=self._cli.folder,
-            env=self._cli.environment
-            | {"OPENAI_BASE_URL": f"{gateway.url}/v1", "OPENAI_API_KEY": key},
+            env={
+                **self._cli.environment,
+                **environment,
+                "OPENAI_BASE_URL": f"{gateway.url}/v1",
+                "OPENAI_API_KEY": key,
+            },
             capture_output=True,
             text=True,
             timeout=PATIENCE,
