@@ -73,6 +73,7 @@ def test_chat_streams_and_tools_go_through_kills(
 def test_errors_are_its_own(refusals: Refusals, python: Path) -> None:
     assert refusals.run(python, SCRIPTS / "refusals.py", **OFFLINE) == {
         "busy": ["one", "two"],
+        "late": "late",
         "long": ["ContextWindowExceededError", 400],
         "model": ["NotFoundError", 404],
         "key": ["AuthenticationError", 401],

@@ -69,6 +69,7 @@ def test_chat_streams_and_tools_go_through_kills(
 def test_errors_are_its_own(refusals: Refusals, scripts: Path) -> None:
     assert refusals.run("node", scripts / "refusals.mjs") == {
         "busy": ["one", "two"],
+        "late": "late",
         "long": ["BadRequestError", "context_length_exceeded"],
         "model": ["NotFoundError", "model_not_found"],
         "key": ["AuthenticationError", "invalid_api_key"],

@@ -78,6 +78,7 @@ def test_agents_go_through_kills(harness: Harness, python: Path, tmp_path: Path)
 def test_errors_are_its_own(refusals: Refusals, python: Path) -> None:
     assert refusals.run(python, SCRIPTS / "refusals.py") == {
         "busy": ["one", "two"],
+        "late": "late",
         "long": ["ModelContextWindowExceededError", 400],
         "model": ["ModelNotFoundError", 404],
         "key": ["ModelAuthenticationError", 401],

@@ -26,10 +26,13 @@ async def refused(asking: Coroutine[Any, Any, Any]) -> list[Any] | None:
 
 
 async def main() -> dict[str, Any]:
+    narrow = {"api_key": os.environ["NARROW_API_KEY"], "num_retries": 2}
     wrong = os.environ["OPENAI_API_KEY"] + "x"
-    answers = await asyncio.gather(ask("one", num_retries=2), ask("two", num_retries=2))
+    answers = await asyncio.gather(ask("one", **narrow), ask("two", **narrow))
+    late = await ask("late", num_retries=2, timeout=2)
     return {
         "busy": [answer.choices[0].message.content for answer in answers],
+        "late": late.choices[0].message.content,
         "long": await refused(ask("long " * 1000)),
         "model": await refused(ask("Hello", "openai/nobody")),
         "key": await refused(ask("Hello", api_key=wrong)),

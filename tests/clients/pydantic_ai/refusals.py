@@ -31,15 +31,22 @@ async def refused(asking: Coroutine[Any, Any, Any]) -> list[Any] | None:
     return None
 
 
+def agent_with(key: str) -> Agent:
+    return Agent(OpenAIChatModel("sim", provider=OpenAIProvider(api_key=key)))
+
+
 async def main() -> dict[str, Any]:
     agent = Agent("openai-chat:sim")
-    stranger = OpenAIProvider(api_key=os.environ["OPENAI_API_KEY"] + "x")
-    answers = await asyncio.gather(agent.run("one"), agent.run("two"))
+    narrow = agent_with(os.environ["NARROW_API_KEY"])
+    stranger = agent_with(os.environ["OPENAI_API_KEY"] + "x")
+    answers = await asyncio.gather(narrow.run("one"), narrow.run("two"))
+    late = await agent.run("late", model_settings={"timeout": 2})
     return {
         "busy": [answer.output for answer in answers],
+        "late": late.output,
         "long": await refused(agent.run("long " * 1000)),
         "model": await refused(Agent("openai-chat:nobody").run("Hello")),
-        "key": await refused(Agent(OpenAIChatModel("sim", provider=stranger)).run("Hello")),
+        "key": await refused(stranger.run("Hello")),
     }
 
 
