@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Callable
@@ -172,6 +173,23 @@ async def test_a_bound_on_what_is_queued(
     assert error_of(response)["code"] == "too_many_queued"
     assert int(response.headers["retry-after"]) > 0
     assert (await client.post(chat("x", n=2))).status_code == 200
+
+
+async def test_a_bound_holds_for_those_who_ask_at_once(
+    serve: Serve, worker: WorkerFactory, asking: MakeAsking
+) -> None:
+    worker(sim=("--hang-if", "stuck"))
+    client = asking(f"{serve('--insecure', '--max-queued', '2').url}/v1")
+    asked = [asyncio.ensure_future(client.post(chat("stuck"))) for _ in range(20)]
+
+    async def refused() -> bool:
+        ended = [task.result().status_code for task in asked if task.done()]
+        assert ended == [429] * len(ended)
+        return len(ended) == 18
+
+    await until_async(refused, "all but two are refused")
+    for task in asked:
+        task.cancel()
 
 
 async def test_redis_goes_away(
