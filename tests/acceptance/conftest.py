@@ -29,11 +29,15 @@ class Cli:
             self._environment |= {"REDIS_URL": farm.url, "TURNMILL_NAMESPACE": farm.namespace}
 
     def start(
-        self, *arguments: str, stdin: int = subprocess.DEVNULL, **environment: str
+        self,
+        *arguments: str,
+        stdin: int = subprocess.DEVNULL,
+        folder: Path | None = None,
+        **environment: str,
     ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "turnmill", *arguments],
-            cwd=self.folder,
+            cwd=folder or self.folder,
             env=self._environment | environment,
             stdin=stdin,
             stdout=subprocess.PIPE,

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.acceptance.conftest import make_cli, on_farm
+from tests.clients.environments import node_folder
+from tests.clients.through_kills import Harness
+from tests.processes import SimWorker
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from turnmill.settings import Farm
+
+__all__ = ["make_cli", "on_farm"]
 
 
 @pytest.fixture(scope="session")
 def node() -> Path:
-    """The folder of the Node client, with what it needs installed."""
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip("there is no npm here")
-    folder = ROOT / ".venvs" / "node"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("package.json", "ask.mjs"):
-        shutil.copy(Path(__file__).parent / "node" / name, folder / name)
-    subprocess.run(
-        [npm, "install", "--no-audit", "--no-fund", "--silent"], cwd=folder, check=True, timeout=300
-    )
-    return folder
+    """The folder of the Node client of the queue itself."""
+    return node_folder("node", "ask.mjs")
+
+
+@pytest.fixture
+def harness(farm: Farm, on_farm: Any, worker: Callable[..., SimWorker]) -> Harness:
+    """Runs clients of OpenAI's API through `turnmill exec`."""
+    return Harness(farm, on_farm, worker)

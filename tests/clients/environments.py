@@ -1,0 +1,50 @@
+"""Environments of their own for clients of other makers, under `.venvs/`: their pins are nobody else's business."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = Path(__file__).resolve().parent
+INSTALL_SECONDS = 600
+
+
+def python_of(name: str) -> Path:
+    """The Python of an environment with what `NAME/requirements.txt` lists, and nothing of turnmill. It is made anew
+    when that file changes."""
+    wanted = (HERE / name / "requirements.txt").read_text()
+    folder = ROOT / ".venvs" / "clients" / name
+    python, made = folder / "bin" / "python", folder / "made-of"
+    if not made.exists() or made.read_text() != wanted:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        for line in wanted.splitlines():
+            if line.startswith("--no-deps "):  # pip takes this for all of a file, or for nothing
+                subprocess.run([*install, *line.split()], check=True, timeout=INSTALL_SECONDS)
+        plain = [line for line in wanted.splitlines() if not line.startswith(("--no-deps ", "#"))]
+        subprocess.run([*install, *plain], check=True, timeout=INSTALL_SECONDS)
+        made.write_text(wanted)
+    return python
+
+
+def node_folder(name: str, *scripts: str) -> Path:
+    """A folder with the scripts of `NAME/`, and what its package.json lists."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("there is no npm here")
+    folder = ROOT / ".venvs" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ("package.json", *scripts):
+        shutil.copy(HERE / name / file, folder / file)
+    subprocess.run(
+        [npm, "install", "--no-audit", "--no-fund", "--silent"],
+        cwd=folder,
+        check=True,
+        timeout=INSTALL_SECONDS,
+    )
+    return folder
