@@ -82,10 +82,11 @@ class Line:
 
 def read_plain(source: str, skip_bad: bool = False) -> Loaded[Line]:
     """Any file of JSON lines with an `id` each, a string or an integer. Raises BadInput."""
-    return read_lines(source, _line, skip_bad)
+    return read_lines(source, plain_line, skip_bad)
 
 
-def _line(fields: dict[str, Any]) -> Line:
+def plain_line(fields: dict[str, Any]) -> Line:
+    """Raises ValueError for an object without an `id`."""
     id = fields.get("id")
     if not isinstance(id, str | int) or isinstance(id, bool) or id == "":
         raise ValueError("id: must be a string or an integer")
