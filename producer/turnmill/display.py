@@ -61,6 +61,10 @@ def report_table(end: RunEnd) -> Table:
             table.add_row(f"{kind} capped by {name}", str(number))
     for kind, number in report.failures.items():
         table.add_row(f"failures: {kind}", str(number))
+    for ending, number in report.endings.items():
+        table.add_row(f"ended: {ending}", str(number))
+    if report.scores:
+        table.add_row(f"score, mean of {report.scores.count}", f"{report.scores.mean:.4f}")
     table.add_row("turns asked", str(report.asked))
     table.add_row("turns from the store", str(report.from_store))
     table.add_row("prompt tokens", f"{report.tokens.prompt:,}")

@@ -183,5 +183,8 @@ class Keys:
     def manifest(self, run: str) -> str:
         return f"{self.prefix}manifest:{run}"
 
+    def journal(self, run: str) -> str:
+        return f"{self.prefix}journal:{run}"
+
     def producer(self, run: str) -> str:
         return f"{self.prefix}producer:{run}"

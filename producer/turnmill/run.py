@@ -19,18 +19,20 @@ from pydantic_core import to_json
 from turnmill.asking import Again, Asking
 from turnmill.budget import FailureBudget
 from turnmill.client import Client
-from turnmill.conversations import Conversation
 from turnmill.draws import Draws
-from turnmill.errors import ManifestChanged, RecordError, TurnFailed, UsageError
+from turnmill.errors import ManifestChanged, RecordError, TurnFailed, TurnmillError, UsageError
 from turnmill.faults import patiently
 from turnmill.holdings import Holdings
+from turnmill.journal import Journal
+from turnmill.lines import Item
 from turnmill.output import RunFiles
 from turnmill.ownership import sole_producer
 from turnmill.reply import Failure, Reply
-from turnmill.results import ConversationResult, Outcome, Report, TurnResult
-from turnmill.scaffolds.base import Scaffold
+from turnmill.results import ConversationResult, Outcome, Report
+from turnmill.scaffolds.base import Ended, Scaffold
+from turnmill.session import Session
 from turnmill.tasks import end_tasks
-from turnmill.turn import Message, Sampling, Tool, Turn
+from turnmill.turn import Sampling, Turn
 
 log = logging.getLogger("turnmill.run")
 
@@ -105,8 +107,9 @@ class RunEnd:
     tokens_made: int
 
 
-class _Stopped(Exception):
-    """The run stops enqueuing; the conversation stays where it is and goes on in the next attempt."""
+class _Stopped(BaseException):
+    """The run stops enqueuing; the conversation stays where it is and goes on in the next attempt. No scaffold's
+    `except Exception` is to hold it up."""
 
 
 class Run:
@@ -115,15 +118,16 @@ class Run:
     def __init__(
         self,
         settings: RunSettings,
-        conversations: Sequence[Conversation],
-        scaffold: Scaffold,
+        items: Sequence[Item],
+        scaffold: Scaffold[Any],
         client: Client,
         files: RunFiles,
     ) -> None:
-        self.settings, self._conversations, self._scaffold = settings, conversations, scaffold
+        self.settings, self._items, self._scaffold = settings, items, scaffold
         self._client, self._files = client, files
+        self._journal = Journal(client, settings.name)
         self._asking = Asking(client, settings.again)
-        self.progress = Progress(total=len(conversations) * settings.epochs)
+        self.progress = Progress(total=len(items) * settings.epochs)
         self._results: dict[tuple[str, int], ConversationResult] = {}
         self._stopping = self._cancelled = False
         self._failed_now = 0
@@ -184,16 +188,12 @@ class Run:
             await self._asking.close()
         return await self._finish()
 
-    def _in_order(self) -> Iterator[tuple[Conversation, int]]:
-        """The epochs of a conversation one after the other: its prompt is in the engine's cache then."""
-        return (
-            (conversation, epoch)
-            for conversation in self._conversations
-            for epoch in range(self.settings.epochs)
-        )
+    def _in_order(self) -> Iterator[tuple[Item, int]]:
+        """The epochs of an item one after the other: its prompt is in the engine's cache then."""
+        return ((item, epoch) for item in self._items for epoch in range(self.settings.epochs))
 
     async def _finish(self) -> RunEnd:
-        keys = [(conversation.id, epoch) for conversation, epoch in self._in_order()]
+        keys = [(item.id, epoch) for item, epoch in self._in_order()]
         ordered = [self._results[key] for key in keys if key in self._results]
         hashes = [turn.hash for result in ordered for turn in result.turns]
         engines = await patiently(
@@ -218,39 +218,65 @@ class Run:
 
     # One conversation
 
-    async def _converse(self, conversation: Conversation, epoch: int) -> None:
-        session = _Session(self, conversation, epoch)
-        outcome: Outcome = "completed"
-        error: str | None = None
-        capped = None
+    async def _converse(self, item: Item, epoch: int) -> None:
+        session = self._session(item, epoch)
         try:
-            end = await self._scaffold(conversation, session.ask)
-            messages, capped = list(end.messages), end.capped
-            outcome = "capped" if capped else "completed"
+            end = await self._scaffold.drive(item, session)
+            outcome: Outcome = "failed" if end.failed else "capped" if end.capped else "completed"
+            self._failed_now += outcome == "failed"
         except _Stopped:
             return
         except TurnFailed as failed:
-            messages, error = session.messages, str(failed)
+            end = Ended(session.messages, failed=str(failed))
             outcome = "cancelled" if failed.failure.kind == "cancelled" else "failed"
             self._failed_now += outcome == "failed" and not session.ended_before
         except RecordError as unreadable:  # as it was before this attempt
-            messages, error, outcome = session.messages, str(unreadable), "failed"
+            end, outcome = Ended(session.messages, failed=str(unreadable)), "failed"
         except (UsageError, ValueError) as wrong:
-            messages, error, outcome = session.messages, str(wrong), "failed"
+            end, outcome = Ended(session.messages, failed=str(wrong)), "failed"
             self._failed_now += 1
+        except TurnmillError:
+            raise
+        except (
+            Exception
+        ) as wrong:  # a scaffold is anybody's code: it ends one conversation, and not the run
+            log.warning("conversation %s: the scaffold failed", item.id, exc_info=wrong)
+            text = f"{type(wrong).__name__}: {wrong}"
+            end, outcome = Ended(session.messages, failed=text), "failed"
+            self._failed_now += 1
+        capped = end.capped
         if capped is None and any(turn.capped == "output" for turn in session.turns):
             capped = "output"
         self._ended(
             ConversationResult(
-                id=conversation.id,
+                id=item.id,
                 epoch=epoch,
                 outcome=outcome,
                 capped=capped,
-                messages=messages,
+                messages=list(end.messages),
                 turns=session.turns,
-                error=error,
+                error=end.failed,
+                ending=end.ending,
+                score=end.score,
+                details=_details(end, session),
             )
         )
+
+    def _session(self, item: Item, epoch: int) -> Session:
+        settings = self.settings
+        origin = settings.name if settings.reuse == "run" else ""
+        return Session(
+            Draws(origin, item.id, epoch, settings.seed),
+            self._journal,
+            (item.id, epoch),
+            Turn.model_construct(model=settings.model, sampling=settings.sampling),
+            self._answer,
+            self._check_going,
+        )
+
+    def _check_going(self) -> None:
+        if self._stopping:
+            raise _Stopped
 
     def _ended(self, result: ConversationResult) -> None:
         self._files.append(result)
@@ -268,10 +294,9 @@ class Run:
             )
             self._stopping = True
 
-    async def answer(self, turn: Turn, session: _Session) -> Reply:
+    async def _answer(self, turn: Turn, session: Session) -> Reply:
         """The reply to the next turn of a conversation. Raises TurnFailed."""
-        if self._stopping:
-            raise _Stopped
+        self._check_going()
         if self._cancelled:
             raise TurnFailed(Failure(hash=turn.hash, kind="cancelled", text=CANCELLED, tries=0))
         asked = await self._asking.ask(turn, going=bool(session.turns))
@@ -355,63 +380,11 @@ class Run:
             "seed": self.settings.seed,
             "reuse": self.settings.reuse,
             "conversations": {
-                "count": len(self._conversations),
-                "digest": _digest(c.digest for c in self._conversations),
+                "count": len(self._items),
+                "digest": _digest(item.digest for item in self._items),
             },
+            **({"options": dict(self._scaffold.options)} if self._scaffold.options else {}),
         }
-
-
-class _Session:
-    """What a run remembers of one conversation while a scaffold drives it. `ended_before`: its last turn had
-    ended before this attempt."""
-
-    def __init__(self, run: Run, conversation: Conversation, epoch: int) -> None:
-        self._run = run
-        origin = run.settings.name if run.settings.reuse == "run" else ""
-        self._draws = Draws(origin, conversation.id, epoch, run.settings.seed)
-        self.turns: list[TurnResult] = []
-        self.messages: list[Message] = []
-        self.ended_before = False
-
-    async def ask(
-        self,
-        messages: Sequence[Message],
-        *,
-        sampling: Sampling | None = None,
-        tools: Sequence[Tool] | None = None,
-        tool_choice: Any = None,
-        response_format: dict[str, Any] | None = None,
-    ) -> Reply:
-        settings = self._run.settings
-        own = sampling.model_dump(exclude_none=True) if sampling else {}
-        turn = self._draws.numbered(
-            Turn(
-                model=settings.model,
-                messages=list(messages),
-                tools=list(tools) if tools else None,
-                tool_choice=tool_choice,
-                response_format=response_format,
-                sampling=settings.sampling.model_copy(update=own),
-            )
-        )
-        self.messages = list(messages)
-        try:
-            reply = await self._run.answer(turn, self)
-        except TurnFailed as failed:
-            result = TurnResult(hash=turn.hash, sample=turn.sample, failure=failed.failure)
-            self.turns.append(result)
-            raise
-        self.messages.append(reply.message)
-        self.turns.append(
-            TurnResult(
-                hash=turn.hash,
-                sample=turn.sample,
-                finish_reason=reply.finish_reason,
-                capped=reply.capped,
-                usage=reply.usage,
-            )
-        )
-        return reply
 
 
 def _digest(parts: Iterable[str]) -> str:
@@ -419,3 +392,10 @@ def _digest(parts: Iterable[str]) -> str:
     for part in parts:
         digest.update(part.encode())
     return digest.hexdigest()
+
+
+def _details(end: Ended, session: Session) -> dict[str, Any] | None:
+    details = dict(end.details or {})
+    if session.differences:
+        details["done_again_differently"] = session.differences
+    return details or None

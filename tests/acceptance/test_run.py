@@ -46,7 +46,7 @@ def ended(cli: Cli, run: str) -> int:
 
 def see_that_answers_are_right(results: list[ConversationResult], source: Path) -> None:
     """No message was lost, doubled or mixed: each answer is the digest of all before it."""
-    conversations = read_conversations(source).conversations
+    conversations = read_conversations(source).items
     assert [result.id for result in results] == [conversation.id for conversation in conversations]
     for conversation, result in zip(conversations, results, strict=True):
         expected: list[Message] = []

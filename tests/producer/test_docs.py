@@ -105,7 +105,7 @@ def test_conversation_lines_are_conversations(tmp_path: Path) -> None:
     lines = examples("conversation") + examples("mt-bench")
     file = tmp_path / "input.jsonl"
     file.write_text("".join(lines))
-    ids = [conversation.id for conversation in read_conversations(file).conversations]
+    ids = [conversation.id for conversation in read_conversations(file).items]
     assert ids == ["ferry", "7", "81"]
 
 

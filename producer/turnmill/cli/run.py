@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +30,14 @@ from turnmill.cli.common import (
     with_options,
 )
 from turnmill.client import Client
-from turnmill.conversations import Conversation, read_conversations
 from turnmill.errors import UsageError
 from turnmill.faults import patiently
+from turnmill.lines import Item, Loaded
 from turnmill.local_farm import WorkerCommand, WorkerProcess
 from turnmill.output import PARTIAL, REPLIES, RunFiles
 from turnmill.run import Run, RunEnd, RunSettings
-from turnmill.scaffolds.multi_turn_chat import multi_turn_chat
+from turnmill.scaffolds.base import Scaffold
+from turnmill.scaffolds.finding import find
 from turnmill.settings import check_name, parse_duration
 from turnmill.tasks import end_tasks
 from turnmill.turn import Sampling, explain
@@ -58,7 +60,24 @@ _sampling_options = [
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+@click.argument("file")
+@click.option(
+    "--scaffold",
+    default="multi_turn_chat",
+    show_default=True,
+    help="What drives the conversations: a name, or MODULE:ATTRIBUTE.",
+)
+@click.option(
+    "--set",
+    "options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An option of the scaffold. May be given several times.",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), help="Only the first N conversations, after shuffling."
+)
+@click.option("--shuffle", type=int, metavar="SEED", help="In another order, the same for a SEED.")
 @click.option("--run", "name", required=True, help="The run's name: the same name goes on.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="[runs/NAME]")
 @click.option("--model", help="Path or id for the worker started here; else the name to ask for.")
@@ -112,7 +131,11 @@ _sampling_options = [
 @with_options(redis_options)
 @click.argument("engine_arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    file: Path,
+    file: str,
+    scaffold: str,
+    options: tuple[str, ...],
+    limit: int | None,
+    shuffle: int | None,
     name: str,
     out: Path | None,
     model: str | None,
@@ -137,15 +160,17 @@ def run(
 ) -> None:
     """Drive the conversations of FILE; run again, go on where it stopped.
 
-    FILE has a conversation a line, or MT-Bench's lines; - is standard input. Without a Redis, an embedded
+    FILE has a conversation a line, or MT-Bench's lines; - is standard input. Other scaffolds read other files. Without a Redis, an embedded
     server and one worker are started; arguments after -- go to that worker's engine.
     """
 
     def prepare() -> Work:
         check_name(name, "run")
+        found = find(scaffold, _scaffold_options(options))
         settings = RunSettings(
             name=name,
             model="",
+            scaffold=scaffold,
             sampling=_sampling(sampling),
             epochs=epochs,
             seed=seed,
@@ -156,16 +181,17 @@ def run(
             extend=extend,
             keep=None if keep is None else parse_duration(keep),
         )
-        loaded = read_conversations(file, skip_bad)
+        loaded: Loaded[Item] = found.read(file, skip_bad)
         for bad in loaded.bad:
             err.print(f"left out: {bad}", markup=False, soft_wrap=True)
         if redis_url and (engine or slots or engine_arguments):
             raise UsageError(
                 "REDIS_URL is set: its workers are used, --engine and its arguments are not"
             )
-        return lambda: work(settings, loaded.conversations)
+        items = chosen(loaded.items, limit, shuffle)
+        return lambda: work(settings, found, items)
 
-    async def work(settings: RunSettings, conversations: Sequence[Conversation]) -> int:
+    async def work(settings: RunSettings, scaffold: Scaffold[Any], items: Sequence[Item]) -> int:
         folder = out or Path("runs") / name
         async with contextlib.AsyncExitStack() as stack:
             files = stack.enter_context(RunFiles(folder, name))
@@ -188,8 +214,8 @@ def run(
                     asked = served_name or model or await _only_model(client)
                 a_run = Run(
                     replace(settings, model=asked),
-                    conversations,
-                    multi_turn_chat,
+                    items,
+                    scaffold,
                     client,
                     files,
                 )
@@ -282,6 +308,23 @@ async def _only_model(client: Client) -> str:
             )
         said = True
         await asyncio.sleep(1.0)
+
+
+def chosen(items: Sequence[Item], limit: int | None, shuffle: int | None) -> Sequence[Item]:
+    """The items of a run, in its order."""
+    if shuffle is not None:
+        items = random.Random(shuffle).sample(items, len(items))
+    return items[:limit]
+
+
+def _scaffold_options(given: Sequence[str]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for text in given:
+        name, there, value = text.partition("=")
+        if not there or not name:
+            raise UsageError(f"--set {text!r}: NAME=VALUE")
+        options[name] = value
+    return options
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
