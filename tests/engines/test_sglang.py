@@ -32,7 +32,8 @@ from turnmill_worker.engines.base import (
     Progress,
     TurnError,
 )
-from turnmill_worker.engines.sglang import SGLangEngine, build, prompt_digest
+from turnmill_worker.engines.identity import prompt_digest
+from turnmill_worker.engines.sglang import SGLangEngine, build
 
 pytestmark = [
     pytest.mark.sglang,
