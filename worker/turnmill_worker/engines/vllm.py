@@ -21,7 +21,7 @@ import uvloop
 from pydantic import ValidationError
 
 from turnmill.reply import EngineIdentity, Usage
-from turnmill.turn import Turn, explain
+from turnmill.turn import Turn
 from turnmill_worker.engines.base import (
     Answer,
     Capacity,
@@ -192,7 +192,7 @@ class VLLMEngine:
                 model=self._chat.models.model_name(), request_id=rid, **fields
             )
         except ValidationError as error:
-            raise InvalidRequest(explain(error).replace("Value error, ", "")) from None
+            raise InvalidRequest(_explain(error)) from None
         except Exception as error:
             raise InvalidRequest(f"{type(error).__name__}: {error}") from error
 
@@ -323,6 +323,16 @@ def _distribution() -> str:
     """The installed package: vLLM has builds by other names."""
     (name, *_) = importlib.metadata.packages_distributions().get("vllm", ["vllm"])
     return name
+
+
+def _explain(error: ValidationError) -> str:
+    """Where and what is wrong, each once, without the names of the validators between."""
+    parts = {}
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        where = ".".join(str(step) for step in item["loc"] if "[" not in str(step))
+        what = item["msg"].removeprefix("Value error, ")
+        parts[f"{where}: {what}" if where else what] = True
+    return "; ".join(parts)
 
 
 def _message(turn: Turn, choice: Any) -> dict[str, Any]:
