@@ -87,11 +87,11 @@ _VOCABULARY = 512
 _HIDDEN, _INNER, _LAYERS = 64, 128, 2
 
 
-def make(folder: Path, heads: int = 4) -> Path:
-    """Write the model into `folder` and return it. Half as many heads are twice as wide."""
+def make(folder: Path, heads: int = 4, seed: int = 0) -> Path:
+    """Write the model into `folder` and return it. Half as many heads are twice as wide; `seed` draws the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(folder)
-    _write_weights(folder, heads)
+    _write_weights(folder, heads, seed)
     _write_json(
         folder / "config.json",
         architectures=["Qwen2ForCausalLM"],
@@ -147,11 +147,11 @@ def _write_tokenizer(folder: Path) -> None:
     )
 
 
-def _write_weights(folder: Path, heads: int) -> None:
+def _write_weights(folder: Path, heads: int, seed: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    noise = torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=noise) * 0.02

@@ -157,7 +157,7 @@ class VLLMEngine:
 
     async def _answer(self, turn: Turn, rid: str, progress: Progress) -> Answer:
         self._check()
-        serve, body = await asyncio.to_thread(self._request, turn, rid)
+        serve, body = await asyncio.to_thread(self._request, turn, rid, progress)
         ours = OneTurn(
             turn,
             progress,
@@ -170,7 +170,7 @@ class VLLMEngine:
         response = await asyncio.wrap_future(self._thread.submit(serving))
         return await asyncio.to_thread(self._made, turn, response, ours)
 
-    def _request(self, turn: Turn, rid: str) -> tuple[Any, Any]:
+    def _request(self, turn: Turn, rid: str, progress: Progress) -> tuple[Any, Any]:
         """What answers a turn, and the turn as a request for it."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -180,6 +180,7 @@ class VLLMEngine:
         )
         # max_tokens is left to us: vLLM would refuse one that is larger than the context.
         fields |= turn.sampling.model_dump(exclude_none=True, exclude={"max_tokens"})
+        fields["priority"] = -progress.priority  # to vLLM the smaller is the first
         serve, kind = self._chat.create_chat_completion, ChatCompletionRequest
         if turn.prompt is not None:
             serve, kind = self._completions.create_completion, CompletionRequest
