@@ -41,7 +41,9 @@ def _vllm_server_process(
     vllm_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     """It comes up while the engine does, so the two cost one wait."""
-    command = ["-m", "vllm.entrypoints.cli.main", "serve", str(vllm_model), *SETTINGS]
+    # `vllm serve` asks for a package of that name, and the CPU's build has another.
+    module = "vllm.entrypoints.launchers.api_server.entry"
+    command = ["-m", module, "--model", str(vllm_model), *SETTINGS]
     log = tmp_path_factory.mktemp("server") / "log"
     with own_server(command, vllm_env.environment(), log) as server:
         yield server
