@@ -95,8 +95,8 @@ def test_calls_from_several_loops_and_threads_are_in_the_engine_at_once(
 
 async def test_turns_of_higher_priority_are_answered_first(vllm_engine: VLLMEngine) -> None:
     slots = vllm_engine.capacity().slots
-    first = [turn(f"first {n}", ignore_eos=True, max_tokens=60 + 5 * n) for n in range(slots)]
-    running = [asyncio.create_task(answered(vllm_engine, each, 5)) for each in first]
+    endless = [turn(f"first {n}", **ENDLESS) for n in range(slots)]
+    running = [asyncio.create_task(answered(vllm_engine, each, 9)) for each in endless]
     await until(lambda: vllm_engine.running() == slots)
     order: list[int] = []
 
@@ -104,13 +104,15 @@ async def test_turns_of_higher_priority_are_answered_first(vllm_engine: VLLMEngi
         await answered(vllm_engine, turn(f"then {priority}", max_tokens=1), priority)
         order.append(priority)
 
-    later = []
-    for priority in (2, 9, 0, 6):
-        later.append(asyncio.create_task(waits(priority)))
-        inside = slots + len(later)
-        await until(lambda inside=inside: vllm_engine.running() >= inside or order)
-    await asyncio.gather(*running, *later)
+    later = [asyncio.create_task(waits(priority)) for priority in (2, 9, 0, 6)]
+    await until(lambda: vllm_engine.running() == slots + len(later))
+    running[0].cancel()  # one place for all of them
+    await asyncio.gather(*later)
     assert order == [9, 6, 2, 0]
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
+    await until(lambda: vllm_engine.running() == 0)
 
 
 async def answered(engine: VLLMEngine, asked: Any, priority: int) -> Answer:

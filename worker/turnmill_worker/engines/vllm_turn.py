@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from functools import partial
@@ -166,6 +167,7 @@ class Renderer:
             ours.fit(request, prompt)
 
 
+@functools.cache
 def unbounded(kind: Any) -> Any:
     """A kind of request of vLLM's whose prompt is made whole, however long it is: vLLM's renderer would stop in the middle, and
     we could not say by how much it does not fit."""
