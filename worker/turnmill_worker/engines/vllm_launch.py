@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import warnings
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from turnmill.errors import UsageError
@@ -68,7 +69,6 @@ def arguments(settings: EngineSettings) -> Any:
 async def launch(parsed: Any) -> Launched:
     """The engine, its processes running, bound to the running loop. Raises UsageError for a model or a setting that it does
     not take, EngineDied when its processes do not come up."""
-    from starlette.datastructures import State
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.usage.usage_lib import UsageContext
@@ -91,7 +91,7 @@ async def launch(parsed: Any) -> Launched:
         )
     except Exception as error:
         raise EngineDied(f"vLLM did not start: {first_line(error)}") from error
-    state = State()
+    state = SimpleNamespace()  # of its web application, which there is none of
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
