@@ -396,7 +396,7 @@ class TurnWorker(Worker):
 
     async def _begin(self, claims: list[Claim]) -> None:
         """Answer these turns, each in a task of its own."""
-        claimed = [_Running(claim) for claim in claims]
+        claimed = [_Running(claim, Progress(priority=claim.priority)) for claim in claims]
         self.counters.claimed += len(claimed)
         for running in claimed:
             before = self._running.get(running.claim.hash)

@@ -57,6 +57,7 @@ class Progress:
     `telling` is set by an adapter, before it says `now_sent`, where readers may be told of the answer while it grows: called
     from the worker's loop with a number of characters, it gives the text from there on, up to the last token from which
     the answer could go on elsewhere (kept.py). Nothing that it gave is ever taken back.
+    `priority`: of the turn among those in the engine, 0 to 9, larger first; for engines that have an order of their own.
     `streamed`: somebody reads along. `heard`: called when there are more tokens, in the thread that made them.
     `reply`: what the job made of the answer.
     """
@@ -71,6 +72,7 @@ class Progress:
     resumed_at: int = 0
     growing: Callable[[int], Part] | None = None
     telling: Callable[[int], str] | None = None
+    priority: int = 5
     streamed: bool = False
     heard: Callable[[], None] | None = None
     reply: Reply | None = None

@@ -20,12 +20,9 @@ import io
 import json
 import logging
 import multiprocessing
-import os
 import signal
-import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -34,8 +31,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from turnmill.errors import UsageError
-from turnmill.reply import Cap, EngineIdentity, Usage
+from turnmill.reply import EngineIdentity, Usage
 from turnmill.turn import Turn, explain
+from turnmill_worker.engines.arguments import first_line, last_line
 from turnmill_worker.engines.base import (
     Answer,
     Capacity,
@@ -47,9 +45,10 @@ from turnmill_worker.engines.base import (
     TurnError,
 )
 from turnmill_worker.engines.calls import name_calls
+from turnmill_worker.engines.identity import plain_name, prompt_digest
 from turnmill_worker.engines.kept import can_be_told, can_go_on
 from turnmill_worker.engines.loop_thread import LoopThread
-from turnmill_worker.engines.room import Room, room
+from turnmill_worker.engines.room import Room, met, room
 from turnmill_worker.engines.sglang_growing import GoingOn, Grown, remembers_nothing
 
 T = TypeVar("T")
@@ -124,8 +123,7 @@ class SGLangEngine:
     def served_name(self) -> str:
         if self._settings.served_name:
             return self._settings.served_name
-        name: str = self._manager.served_model_name
-        return os.path.basename(os.path.normpath(name)) if os.path.exists(name) else name
+        return plain_name(self._manager.served_model_name)
 
     # What it can hold
 
@@ -356,7 +354,7 @@ class SGLangEngine:
             error = InvalidRequest if finish.get("status_code") == 400 else TurnError
             raise error(finish.get("message") or "aborted by the engine")
         length = finish.get("length")
-        limited_by, limit = _met(space, length, meta["prompt_tokens"])
+        limited_by, limit = met(space, length, meta["prompt_tokens"])
         usage = Usage(
             prompt_tokens=meta["prompt_tokens"],
             completion_tokens=meta["completion_tokens"],
@@ -468,14 +466,6 @@ class SGLangEngine:
             raise self._gone()
 
 
-def prompt_digest(ids: list[int]) -> str:
-    """SHA-256 over the token ids of a prompt, each as 4 bytes, little-endian."""
-    words = array("I", ids)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return hashlib.sha256(words.tobytes()).hexdigest()
-
-
 def _arguments(settings: EngineSettings) -> Any:
     """SGLang's ServerArgs. Raises UsageError with SGLang's own words, in one line."""
     try:
@@ -496,9 +486,11 @@ def _arguments(settings: EngineSettings) -> Any:
     except SystemExit as exit:
         if not exit.code:  # --help
             raise
-        raise UsageError(f"engine sglang: {_last_line(said.getvalue())}") from None
+        raise UsageError(
+            f"engine sglang: {last_line(said.getvalue()).removeprefix('sglang serve: error: ')}"
+        ) from None
     except Exception as error:
-        raise UsageError(f"engine sglang: {_first_line(error)}") from error
+        raise UsageError(f"engine sglang: {first_line(error)}") from error
     if arguments.allow_auto_truncate:
         raise UsageError("engine sglang: --allow-auto-truncate: prompts are never cut silently")
     if arguments.skip_tokenizer_init:
@@ -525,8 +517,8 @@ def _launch(arguments: Any) -> Any:
             process.kill()
             process.join()
         if isinstance(error, RuntimeError) and "nitialization" in str(error):
-            raise EngineDied(f"SGLang did not start: {_first_line(error)}") from error
-        raise UsageError(f"engine sglang: {_first_line(error)}") from error
+            raise EngineDied(f"SGLang did not start: {first_line(error)}") from error
+        raise UsageError(f"engine sglang: {first_line(error)}") from error
     if engine.tokenizer_manager is None:
         # A node of rank above 0 is inside Engine() for as long as rank 0 lives.
         raise EngineDied("the node of rank 0 has ended, and this one with it")
@@ -573,26 +565,8 @@ def _turn_error(error: Exception) -> EngineError:
     return TurnError(text if status else f"{type(error).__name__}: {text}")
 
 
-def _met(space: Room, length: int | None, prompt_tokens: int) -> tuple[Cap | None, int | None]:
-    """Which limit an answer met that ended after `length` tokens (None: it met none)."""
-    if length is None:
-        return None, None
-    if length < space.max_tokens:  # a limit of the engine's own, which it applies silently
-        return "context", prompt_tokens + length
-    return space.limited_by, space.limit
-
-
 def _refusal(response: Any) -> str:
     """The words of one of SGLang's error responses."""
     if hasattr(response, "message"):
         return str(response.message)
     return str(json.loads(response.body)["message"])
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1].removeprefix("sglang serve: error: ")
