@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import redis
-from tests.engines import sglang_env
+from tests.engines import sglang_env, vllm_env
+from tests.engines.worker_life import START_SECONDS, Workers
 from tests.processes import ValkeyServer, until
 
 from turnmill.settings import Farm
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
-START_SECONDS = 300.0
 CONVERSATIONS = [
     {"id": f"c{i}", "turns": [f"Tell me of number {i}.", f"And of {i + 1}?", "Go on."]}
     for i in range(5)
@@ -56,17 +56,21 @@ class Runs:
         return json.loads(report), [json.loads(line) for line in replies]
 
 
-@pytest.fixture
+@pytest.fixture(
+    params=[
+        pytest.param("sglang", marks=pytest.mark.sglang),
+        pytest.param("vllm", marks=pytest.mark.vllm),
+    ]
+)
 def runs(
-    own_valkey: Callable[..., ValkeyServer], sglang_model: Path, tmp_path: Path
+    request: pytest.FixtureRequest, own_valkey: Callable[..., ValkeyServer], tmp_path: Path
 ) -> Iterator[Runs]:
+    model: Path = request.getfixturevalue(f"{request.param}_model")
+    of_engine = {"sglang": sglang_env, "vllm": vllm_env}[request.param]
     farm = Farm(own_valkey().url)
-    line = [sys.executable, "-m", "turnmill_worker", "--engine", "sglang"]
-    line += ["--model", str(sglang_model), "--served-name", "tiny", "--", *sglang_env.ARGUMENTS]
-    log = tmp_path / "worker.log"
-    with open(log, "wb") as output:
-        environment = {**sglang_env.environment(), "REDIS_URL": farm.url}
-        worker = subprocess.Popen(line, env=environment, stdout=output, stderr=output)
+    environment, log = of_engine.environment(), tmp_path / "worker.log"
+    workers = Workers(request.param, farm, model, of_engine.ARGUMENTS, environment, log)
+    worker = workers.start()
 
     def serves() -> bool:
         assert worker.poll() is None, log.read_text()
@@ -77,8 +81,7 @@ def runs(
         until(serves, "the worker serves", START_SECONDS)
         yield Runs(farm, tmp_path)
     finally:
-        worker.terminate()
-        worker.wait()
+        workers.end()
 
 
 def test_together_as_alone_and_a_runaway(runs: Runs) -> None:
