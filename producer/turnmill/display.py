@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from turnmill.client import FarmStatus
+from turnmill.rehearsal import Outlook
+from turnmill.results import Caps
 from turnmill.run import Progress, RunEnd
 from turnmill.store import BenchedWorker
 
@@ -48,17 +50,12 @@ class LiveProgress:
 def report_table(end: RunEnd) -> Table:
     """A finished attempt as a table of two columns."""
     report = end.report
-    table = Table(title=f"run {report.run}", title_style="bold", show_header=False, box=None)
-    table.add_column(style="dim")
-    table.add_column(justify="right")
+    table = _table_of_two(f"run {report.run}")
     for name, number in report.outcomes.model_dump().items():
         table.add_row(f"conversations {name}", str(number))
     if end.unfinished:
         table.add_row("conversations not ended", str(end.unfinished))
-    for name, number in report.capped.model_dump().items():
-        if number:
-            kind = "turns" if name == "output" else "conversations"
-            table.add_row(f"{kind} capped by {name}", str(number))
+    _add_caps(table, report.capped)
     for kind, number in report.failures.items():
         table.add_row(f"failures: {kind}", str(number))
     for ending, number in report.endings.items():
@@ -76,6 +73,43 @@ def report_table(end: RunEnd) -> Table:
     for engine in report.engines:
         table.add_row("engine", f"{engine.engine} {engine.version}, {engine.model}")
     return table
+
+
+def outlook_table(outlook: Outlook) -> Table:
+    """A dry run as a table of two columns."""
+    table = _table_of_two(f"run {outlook.run}, not driven")
+    table.add_row("model", Text(outlook.model or "not known yet"))
+    for name, number in outlook.conversations.model_dump().items():
+        table.add_row(f"conversations {name.replace('_', ' ')}", str(number))
+    for name, number in outlook.outcomes.model_dump().items():
+        if number:
+            table.add_row(f"  complete as {name}", str(number))
+    _add_caps(table, outlook.capped)
+    for kind, number in outlook.failures.items():
+        table.add_row(f"failures: {kind}", str(number))
+    table.add_row("turns stored", str(outlook.stored))
+    table.add_row("turns asked next", str(outlook.next))
+    if outlook.queued:
+        table.add_row("  of them in the queue already", str(outlook.queued))
+    if outlook.again:
+        table.add_row("  of them asked again", str(outlook.again))
+    if outlook.effects:
+        table.add_row("effects done next", str(outlook.effects))
+    return table
+
+
+def _table_of_two(title: str) -> Table:
+    table = Table(title=title, title_style="bold", show_header=False, box=None)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    return table
+
+
+def _add_caps(table: Table, capped: Caps) -> None:
+    for name, number in capped.model_dump().items():
+        if number:
+            kind = "turns" if name == "output" else "conversations"
+            table.add_row(f"{kind} capped by {name}", str(number))
 
 
 def status_tables(status: FarmStatus) -> Group:

@@ -7,32 +7,32 @@ start, each conversation is answered from the store up to its first unanswered t
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_core import to_json
 
-from turnmill.asking import Again, Asking
-from turnmill.budget import FailureBudget
+from turnmill.asking import Asking
 from turnmill.client import Client
-from turnmill.draws import Draws
-from turnmill.errors import ManifestChanged, RecordError, TurnFailed, TurnmillError, UsageError
+from turnmill.converse import Stopped, converse, open_session
+from turnmill.errors import TurnFailed
 from turnmill.faults import patiently
 from turnmill.holdings import Holdings
 from turnmill.journal import Journal
 from turnmill.lines import Item
+from turnmill.manifest import check_unchanged, manifest_of
 from turnmill.output import RunFiles
 from turnmill.ownership import sole_producer
 from turnmill.reply import Failure, Reply
 from turnmill.results import ConversationResult, Outcome, Report
-from turnmill.scaffolds.base import Ended, Scaffold
+from turnmill.run_settings import RunSettings
+from turnmill.scaffolds.base import Scaffold
 from turnmill.session import Session
 from turnmill.tasks import end_tasks
-from turnmill.turn import Sampling, Turn
+from turnmill.turn import Turn
 
 log = logging.getLogger("turnmill.run")
 
@@ -41,31 +41,6 @@ CANCELLED = "the run was cancelled"
 FEWEST_AT_ONCE = 32
 PER_SLOT = 2
 """Conversations at once for each slot of the live workers, so that a freed slot finds a turn waiting."""
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What a run is, beside its conversations.
-
-    `sampling` is under each conversation's own. `epochs`: how often each conversation is held, with draws of
-    its own each time. `seed`: makes every draw repeatable. `reuse`: draws are of this `run` alone, or shared by
-    `all` runs that say so. `again`: stored endings that this attempt asks again. `concurrency`: conversations at
-    once (None: from the slots of the workers that live). `extend`: take another manifest. `keep`:
-    seconds until the run is forgotten, once it has ended (None: never).
-    """
-
-    name: str
-    model: str
-    scaffold: str = "multi_turn_chat"
-    sampling: Sampling = field(default_factory=Sampling)
-    epochs: int = 1
-    seed: int | None = None
-    reuse: Literal["run", "all"] = "run"
-    concurrency: int | None = None
-    max_failures: FailureBudget = field(default_factory=lambda: FailureBudget.parse("5%"))
-    again: frozenset[Again] = frozenset()
-    extend: bool = False
-    keep: float | None = None
 
 
 @dataclass
@@ -105,11 +80,6 @@ class RunEnd:
     cancelled: bool
     unfinished: int
     tokens_made: int
-
-
-class _Stopped(BaseException):
-    """The run stops enqueuing; the conversation stays where it is and goes on in the next attempt. No scaffold's
-    `except Exception` is to hold it up."""
 
 
 class Run:
@@ -219,64 +189,17 @@ class Run:
     # One conversation
 
     async def _converse(self, item: Item, epoch: int) -> None:
-        session = self._session(item, epoch)
-        try:
-            end = await self._scaffold.drive(item, session)
-            outcome: Outcome = "failed" if end.failed else "capped" if end.capped else "completed"
-            self._failed_now += outcome == "failed"
-        except _Stopped:
-            return
-        except TurnFailed as failed:
-            end = Ended(session.messages, failed=str(failed))
-            outcome = "cancelled" if failed.failure.kind == "cancelled" else "failed"
-            self._failed_now += outcome == "failed" and not session.ended_before
-        except RecordError as unreadable:  # as it was before this attempt
-            end, outcome = Ended(session.messages, failed=str(unreadable)), "failed"
-        except (UsageError, ValueError) as wrong:
-            end, outcome = Ended(session.messages, failed=str(wrong)), "failed"
-            self._failed_now += 1
-        except TurnmillError:
-            raise
-        except (
-            Exception
-        ) as wrong:  # a scaffold is anybody's code: it ends one conversation, and not the run
-            log.warning("conversation %s: the scaffold failed", item.id, exc_info=wrong)
-            text = f"{type(wrong).__name__}: {wrong}"
-            end, outcome = Ended(session.messages, failed=text), "failed"
-            self._failed_now += 1
-        capped = end.capped
-        if capped is None and any(turn.capped == "output" for turn in session.turns):
-            capped = "output"
-        self._ended(
-            ConversationResult(
-                id=item.id,
-                epoch=epoch,
-                outcome=outcome,
-                capped=capped,
-                messages=list(end.messages),
-                turns=session.turns,
-                error=end.failed,
-                ending=end.ending,
-                score=end.score,
-                details=_details(end, session),
-            )
+        session = open_session(
+            self.settings, self._journal, item, epoch, self._answer, self._check_going
         )
-
-    def _session(self, item: Item, epoch: int) -> Session:
-        settings = self.settings
-        origin = settings.name if settings.reuse == "run" else ""
-        return Session(
-            Draws(origin, item.id, epoch, settings.seed),
-            self._journal,
-            (item.id, epoch),
-            Turn.model_construct(model=settings.model, sampling=settings.sampling),
-            self._answer,
-            self._check_going,
-        )
+        conversed = await converse(self._scaffold, item, epoch, session)
+        if conversed is not None:
+            self._failed_now += conversed.failed_now
+            self._ended(conversed.result)
 
     def _check_going(self) -> None:
         if self._stopping:
-            raise _Stopped
+            raise Stopped
 
     def _ended(self, result: ConversationResult) -> None:
         self._files.append(result)
@@ -356,46 +279,10 @@ class Run:
     # What the run is
 
     async def _check_manifest(self) -> None:
-        redis, key = self._client.store.redis, self._client.farm.keys.manifest(self.settings.name)
-        manifest = self._manifest()
-        before = await self._client.store.manifest(self.settings.name)
-        if before is not None and before != manifest and not self.settings.extend:
-            changed = sorted(
-                k for k in manifest.keys() | before.keys() if manifest.get(k) != before.get(k)
-            )
-            raise ManifestChanged(
-                f"run {self.settings.name!r} was begun with other {', '.join(changed)}: "
-                "choose another --run, or take the change with --extend"
-            )
+        name, store = self.settings.name, self._client.store
+        manifest = manifest_of(self.settings, self._scaffold, self._items)
+        before = await store.manifest(name)
+        if before is not None and not self.settings.extend:
+            check_unchanged(name, before, manifest)
         if before != manifest:
-            await redis.set(key, to_json(manifest))
-
-    def _manifest(self) -> dict[str, Any]:
-        return {
-            "v": 1,
-            "scaffold": self.settings.scaffold,
-            "model": self.settings.model,
-            "sampling": self.settings.sampling.model_dump(exclude_none=True),
-            "epochs": self.settings.epochs,
-            "seed": self.settings.seed,
-            "reuse": self.settings.reuse,
-            "conversations": {
-                "count": len(self._items),
-                "digest": _digest(item.digest for item in self._items),
-            },
-            **({"options": dict(self._scaffold.options)} if self._scaffold.options else {}),
-        }
-
-
-def _digest(parts: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode())
-    return digest.hexdigest()
-
-
-def _details(end: Ended, session: Session) -> dict[str, Any] | None:
-    details = dict(end.details or {})
-    if session.differences:
-        details["done_again_differently"] = session.differences
-    return details or None
+            await store.redis.set(self._client.farm.keys.manifest(name), to_json(manifest))
