@@ -71,7 +71,9 @@ def report_table(end: RunEnd) -> Table:
     if end.tokens_made:
         table.add_row("tokens/s", f"{end.tokens_made / max(report.seconds, 1e-9):.1f}")
     for engine in report.engines:
-        table.add_row("engine", f"{engine.engine} {engine.version}, {engine.model}")
+        table.add_row("engine", Text(str(engine)))
+    if len(report.engines) > 1:
+        table.add_row("", Text("not of one engine", style="bold red"))
     return table
 
 

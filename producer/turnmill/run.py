@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from pydantic_core import to_json
 from turnmill.asking import Asking
 from turnmill.client import Client
 from turnmill.converse import Stopped, converse, open_session
+from turnmill.engines_met import EnginesMet
 from turnmill.errors import TurnFailed
 from turnmill.faults import patiently
 from turnmill.holdings import Holdings
@@ -26,7 +27,8 @@ from turnmill.lines import Item
 from turnmill.manifest import check_unchanged, manifest_of
 from turnmill.output import RunFiles
 from turnmill.ownership import sole_producer
-from turnmill.reply import Failure, Reply
+from turnmill.rehearsal import Rehearsal
+from turnmill.reply import EngineIdentity, Failure, Reply
 from turnmill.results import ConversationResult, Outcome, Report
 from turnmill.run_settings import RunSettings
 from turnmill.scaffolds.base import Scaffold
@@ -97,6 +99,8 @@ class Run:
         self._client, self._files = client, files
         self._journal = Journal(client, settings.name)
         self._asking = Asking(client, settings.again)
+        self._engines = EnginesMet(client.store.redis, client.farm.keys, settings.name)
+        self._met_some = self._withdrawn = False
         self.progress = Progress(total=len(items) * settings.epochs)
         self._results: dict[tuple[str, int], ConversationResult] = {}
         self._stopping = self._cancelled = False
@@ -105,13 +109,14 @@ class Run:
     async def drive(self) -> RunEnd:
         """Drive every conversation to its end, or as far as the failure budget goes.
 
-        Raises RunInUse, ManifestChanged, CannotWrite, RedisUnusable. Cancelled, it leaves everything so
+        Raises RunInUse, ManifestChanged, EngineChanged, CannotWrite, RedisUnusable. Cancelled, it leaves everything so
         that the next attempt goes on.
         """
         redis, keys = self._client.store.redis, self._client.farm.keys
         producer = sole_producer(redis, keys.producer(self.settings.name), self.settings.name)
         async with producer as usurped:
             await patiently(self._check_manifest, patience=None, doing="reading the run's manifest")
+            await self._engines.read()
             await patiently(
                 lambda: self._client.store.begin(self.settings.name),
                 patience=None,
@@ -134,10 +139,11 @@ class Run:
 
     async def _drive_all(self) -> RunEnd:
         waiting = iter(self._in_order())
-        ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        ended: asyncio.Queue[asyncio.Task[None] | None] = asyncio.Queue()
         tasks: set[asyncio.Task[None]] = set()
         await self._look_around()
-        refresher = asyncio.create_task(self._keep_looking())
+        refresher = asyncio.create_task(self._keep_looking(lambda: ended.put_nowait(None)))
+        refresher.add_done_callback(ended.put_nowait)
         try:
             while True:
                 while len(tasks) < self._at_once() and not (self._stopping or self._cancelled):
@@ -150,9 +156,9 @@ class Run:
                 self.progress.running = len(tasks)
                 if not tasks:
                     break
-                task = await ended.get()
-                tasks.discard(task)
-                task.result()
+                if one_ended := await ended.get():  # None: more may be allowed at once
+                    tasks.discard(one_ended)
+                    one_ended.result()
         finally:
             await end_tasks([*tasks, refresher])
             await self._asking.close()
@@ -229,6 +235,8 @@ class Run:
         else:
             self.progress.stored += 1
         if isinstance(asked.ending, Failure):
+            if self._withdrawn and asked.ending.kind == "cancelled":
+                raise Stopped
             if (
                 asked.ending.kind == "cancelled" and not self._cancelled
             ):  # the turn alone, or the run?
@@ -243,7 +251,8 @@ class Run:
     def _at_once(self) -> int:
         return self.settings.concurrency or max(FEWEST_AT_ONCE, PER_SLOT * self.progress.slots)
 
-    async def _keep_looking(self) -> None:
+    async def _keep_looking(self, seen: Callable[[], None]) -> None:
+        """Look around, again and again; `seen` is called after each look."""
         progress, warned = self.progress, False
         while True:
             begun = progress.asked + progress.stored
@@ -252,6 +261,7 @@ class Run:
             warned = not progress.workers
             await asyncio.sleep(REFRESH_SECONDS)
             await self._look_around()
+            seen()
 
     async def _look_around(self) -> None:
         """Who lives and serves this model, and whether the run goes on."""
@@ -261,7 +271,29 @@ class Run:
         self.progress.workers = len(mine)
         self.progress.slots = sum(worker.slots for worker in mine)
         self._asking.context = max((worker.context for worker in mine), default=0)
+        await self._check_engines([worker.engine for worker in mine])
         await self._look_whether_cancelled()
+
+    async def _check_engines(self, live: Sequence[EngineIdentity]) -> None:
+        """Raises EngineChanged if an attempt would go on with another engine than those before; what it had asked
+        leaves the queue then."""
+        if not live:
+            return
+        if not (self._met_some or self.settings.allow_mixed):
+            changed = self._engines.changed(live)
+            if changed is not None:
+                if await self._is_all_stored():
+                    return
+                self._withdrawn = True
+                await self._client.cancel(self._client.waiting)
+                raise changed
+        self._met_some = True
+        await self._engines.meet(live)
+
+    async def _is_all_stored(self) -> bool:
+        context = self._asking.context
+        rehearsal = Rehearsal(self.settings, self._items, self._scaffold, self._client, context)
+        return (await rehearsal.look()).nothing_to_ask
 
     async def _look_whether_cancelled(self) -> None:
         client, name = self._client, self.settings.name

@@ -17,7 +17,7 @@ class RunSettings:
     `sampling` is under each conversation's own. `epochs`: how often each conversation is held, with draws of
     its own each time. `seed`: makes every draw repeatable. `reuse`: draws are of this `run` alone, or shared by
     `all` runs that say so. `again`: stored endings that this attempt asks again. `concurrency`: conversations at
-    once (None: from the slots of the workers that live). `extend`: take another manifest. `keep`:
+    once (None: from the slots of the workers that live). `extend`: take another manifest. `allow_mixed`: take another engine. `keep`:
     seconds until the run is forgotten, once it has ended (None: never).
     """
 
@@ -32,4 +32,5 @@ class RunSettings:
     max_failures: FailureBudget = field(default_factory=lambda: FailureBudget.parse("5%"))
     again: frozenset[Again] = frozenset()
     extend: bool = False
+    allow_mixed: bool = False
     keep: float | None = None

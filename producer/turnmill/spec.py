@@ -127,6 +127,7 @@ class Attempt:
 
     again: Collection[Again] = ()
     extend: bool = False
+    allow_mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ def plan(name: str, spec: RunSpec, folder: Path, attempt: Attempt) -> Plan:
         max_failures=spec.max_failures,
         again=frozenset(attempt.again),
         extend=attempt.extend,
+        allow_mixed=attempt.allow_mixed,
         keep=spec.keep,
     )
     items = _chosen(loaded.items, spec.limit, spec.shuffle)

@@ -15,6 +15,7 @@ from turnmill import display
 from turnmill.asking import AGAIN
 from turnmill.cli.common import a_farm, err
 from turnmill.client import Client
+from turnmill.engines_met import EnginesMet
 from turnmill.errors import UsageError
 from turnmill.faults import patiently
 from turnmill.local_farm import WorkerCommand, WorkerProcess
@@ -38,6 +39,9 @@ attempt_options = [
     ),
     click.option(
         "--extend", is_flag=True, help="Take changed input or settings under the same name."
+    ),
+    click.option(
+        "--allow-mixed", is_flag=True, help="Take another engine than the run's replies are from."
     ),
     click.option("--dry-run", is_flag=True, help="Say what would be asked, and ask nothing."),
 ]
@@ -119,8 +123,15 @@ async def look_ahead(plan: Plan, place: Place) -> Outlook:
         settings = replace(plan.settings, model=model or "")
         if before and not settings.extend:
             check_unchanged(plan.name, before, manifest_of(settings, plan.scaffold, plan.items))
-        context = max((worker.context for worker in workers if worker.model == model), default=0)
-        return await Rehearsal(settings, plan.items, plan.scaffold, client, context).look()
+        mine = [worker for worker in workers if worker.model == model]
+        context = max((worker.context for worker in mine), default=0)
+        outlook = await Rehearsal(settings, plan.items, plan.scaffold, client, context).look()
+        if not (outlook.nothing_to_ask or settings.allow_mixed):
+            engines = EnginesMet(client.store.redis, client.farm.keys, plan.name)
+            await engines.read()
+            if changed := engines.changed(worker.engine for worker in mine):
+                raise changed
+        return outlook
 
 
 async def _show_while(a_run: Run, name: str) -> RunEnd:

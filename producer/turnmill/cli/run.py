@@ -115,6 +115,7 @@ def run(
     out: Path | None,
     again: tuple[Again, ...],
     extend: bool,
+    allow_mixed: bool,
     dry_run: bool,
     as_json: bool,
     redis_url: str | None,
@@ -130,7 +131,7 @@ def run(
 
     def prepare() -> Work:
         spec = _spec(file, options, given)
-        planned = plan(name, spec, out or Path("runs") / name, Attempt(again, extend))
+        planned = plan(name, spec, out or Path("runs") / name, Attempt(again, extend, allow_mixed))
         say_left_out(planned)
         if redis_url and (spec.engine or spec.slots or spec.engine_arguments):
             raise UsageError(
