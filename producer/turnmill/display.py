@@ -77,6 +77,39 @@ def report_table(end: RunEnd) -> Table:
     return table
 
 
+def end_line(end: RunEnd) -> str:
+    """A finished attempt in one line."""
+    outcomes = end.report.outcomes.model_dump()
+    parts = [f"{number} {name}" for name, number in outcomes.items() if number]
+    if end.unfinished:
+        parts.append(f"{end.unfinished} not ended")
+    if end.report.scores:
+        parts.append(f"score {end.report.scores.mean:.4f}")
+    return f"run {end.report.run} has ended: {', '.join(parts)}"
+
+
+def suite_table(name: str, ends: Sequence[RunEnd]) -> Table:
+    """The runs of a suite, a row each. A column that says nothing of any of them is left out."""
+    columns: dict[str, list[str]] = {}
+    for end in ends:
+        report = end.report
+        numbers = {**report.outcomes.model_dump(), "not ended": end.unfinished}
+        cells = {column: str(number or "") for column, number in numbers.items()}
+        cells["score"] = f"{report.scores.mean:.4f}" if report.scores else ""
+        cells |= {"asked": str(report.asked), "stored": str(report.from_store)}
+        cells["budget"] = "spent" if end.budget_spent else ""
+        for column, cell in cells.items():
+            columns.setdefault(column, []).append(cell)
+    columns = {column: cells for column, cells in columns.items() if any(cells)}
+    table = Table(title=f"suite {name}", title_style="bold", box=None)
+    table.add_column("run", overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for end, *row in zip(ends, *columns.values(), strict=True):
+        table.add_row(Text(end.report.run), *row)
+    return table
+
+
 def outlook_table(outlook: Outlook) -> Table:
     """A dry run as a table of two columns."""
     table = _table_of_two(f"run {outlook.run}, not driven")

@@ -39,6 +39,8 @@ from turnmill.turn import Turn
 log = logging.getLogger("turnmill.run")
 
 REFRESH_SECONDS = 2.0
+STORE_SECONDS = 0.3
+"""A run that finds answers in the store has found some by then: it does not miss a worker."""
 CANCELLED = "the run was cancelled"
 FEWEST_AT_ONCE = 32
 PER_SLOT = 2
@@ -254,6 +256,7 @@ class Run:
     async def _keep_looking(self, seen: Callable[[], None]) -> None:
         """Look around, again and again; `seen` is called after each look."""
         progress, warned = self.progress, False
+        await asyncio.sleep(STORE_SECONDS)
         while True:
             begun = progress.asked + progress.stored
             if not (progress.workers or warned or begun):

@@ -62,7 +62,9 @@ class RunSpec(BaseModel):
     """What to run, and how. `data`: what the scaffold reads. `set`: its options. `engine`, `slots` and
     `engine_arguments` are for a worker of the run's own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True
+    )
 
     data: str
     scaffold: str = "multi_turn_chat"
@@ -90,6 +92,13 @@ class RunSpec(BaseModel):
         """The name of the model that turns ask for, if it is said."""
         return self.served_name or self.model
 
+    def may_serve(self, name: str) -> bool:
+        """Whether turns ask for this name of the run's own worker, as far as can be told without starting it."""
+        if self.served_name or not self.model:
+            return self.served_name in (None, name)
+        path = Path(self.model)
+        return name in (self.model, path.name, path.stem)
+
     @property
     def worker(self) -> WorkerCommand:
         """The worker to start where there is no farm."""
@@ -104,10 +113,11 @@ class RunSpec(BaseModel):
 
 def problems(error: ValidationError) -> list[str]:
     """What is wrong with a RunSpec, each with the field that it is about."""
-    return [_problem(item) for item in error.errors(include_url=False, include_input=False)]
+    return [problem(item) for item in error.errors(include_url=False, include_input=False)]
 
 
-def _problem(item: ErrorDetails) -> str:
+def problem(item: ErrorDetails, of: type[RunSpec] = RunSpec) -> str:
+    """One of pydantic's errors in our words."""
     steps = [str(step) for step in item["loc"]]
     if item["type"] == OWN_WORDS:
         return item["msg"]
@@ -115,7 +125,7 @@ def _problem(item: ErrorDetails) -> str:
         item["type"], item["msg"]
     )
     if item["type"] == "extra_forbidden":
-        known = Sampling.model_fields if steps[0] == "sampling" else RunSpec.model_fields
+        known = Sampling.model_fields if steps[0] == "sampling" else of.model_fields
         if close := get_close_matches(steps[-1], known, n=1):
             text = f"{text}, did you mean {close[0]}?"
     return f"{'.'.join(steps)}: {text}"

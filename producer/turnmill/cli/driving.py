@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.live import Live
@@ -23,6 +25,7 @@ from turnmill.manifest import check_unchanged, manifest_of
 from turnmill.output import RunFiles, check_folder
 from turnmill.rehearsal import Outlook, Rehearsal
 from turnmill.run import Run, RunEnd
+from turnmill.run_settings import RunSettings
 from turnmill.settings import Farm
 from turnmill.spec import Plan
 from turnmill.store import WorkerInfo
@@ -94,44 +97,82 @@ def say_left_out(plan: Plan) -> None:
 async def drive(plan: Plan, place: Place) -> RunEnd:
     """One attempt at a run, shown as it goes."""
     with RunFiles(plan.folder, plan.name) as files:
-        worker = await place.worker_for(plan)
-        async with place.client(plan.name) as client, _kept_alive(worker):
-            if worker:
-                model = await worker.served_model(client.store)
-            else:
-                model = plan.spec.asks_for or await _only_model(client)
-            settings = replace(plan.settings, model=model)
-            a_run = Run(settings, plan.items, plan.scaffold, client, files)
-            return await _show_while(a_run, plan.name)
+        async with place.client(plan.name) as client:
+            worker = None
+            model = await _stored_model(plan, client) if place.alone else None
+            if model is None:
+                worker = await place.worker_for(plan)
+            async with _kept_alive(worker):
+                if worker:
+                    model = await worker.served_model(client.store)
+                elif model is None:
+                    model = plan.spec.asks_for or await _only_model(client)
+                settings = replace(plan.settings, model=model)
+                a_run = Run(settings, plan.items, plan.scaffold, client, files)
+                return await _show_while(a_run, plan.name)
+
+
+async def check(plan: Plan, place: Place) -> None:
+    """Raises what the run would before it asks, as far as that can be seen without a worker."""
+    async with place.client(plan.name) as client:
+        await _as_begun(plan, place, client)
 
 
 async def look_ahead(plan: Plan, place: Place) -> Outlook:
     """A dry run. Raises what the run itself would before it asks."""
-    check_folder(plan.folder, plan.name)
     async with place.client(plan.name) as client:
-        before = await patiently(
-            lambda: client.store.manifest(plan.name), patience=None, doing="reading the manifest"
-        )
-        workers = await patiently(
-            client.store.workers, patience=None, doing="reading which workers live"
-        )
-        begun_with = before["model"] if before else None
-        if place.alone:
-            model = plan.spec.served_name or begun_with
-        else:
-            model = plan.spec.asks_for or _one_model(workers) or begun_with
-        settings = replace(plan.settings, model=model or "")
-        if before and not settings.extend:
-            check_unchanged(plan.name, before, manifest_of(settings, plan.scaffold, plan.items))
-        mine = [worker for worker in workers if worker.model == model]
-        context = max((worker.context for worker in mine), default=0)
+        settings, workers = await _as_begun(plan, place, client)
+        context = max((worker.context for worker in workers), default=0)
         outlook = await Rehearsal(settings, plan.items, plan.scaffold, client, context).look()
         if not (outlook.nothing_to_ask or settings.allow_mixed):
             engines = EnginesMet(client.store.redis, client.farm.keys, plan.name)
             await engines.read()
-            if changed := engines.changed(worker.engine for worker in mine):
+            if changed := engines.changed(worker.engine for worker in workers):
                 raise changed
         return outlook
+
+
+async def _as_begun(
+    plan: Plan, place: Place, client: Client
+) -> tuple[RunSettings, list[WorkerInfo]]:
+    """The settings with the model that turns would ask for (empty: nobody knows yet), and the live workers that serve
+    it. Raises UsageError where folder or manifest are another run's."""
+    check_folder(plan.folder, plan.name)
+    before = await _manifest(plan, client)
+    workers = await patiently(
+        client.store.workers, patience=None, doing="reading which workers live"
+    )
+    begun_with: str | None = before["model"] if before else None
+    if not place.alone:
+        model = plan.spec.asks_for or _one_model(workers) or begun_with
+    elif begun_with is None:
+        model = plan.spec.served_name
+    else:
+        model = begun_with if plan.spec.may_serve(begun_with) else plan.spec.asks_for
+    settings = replace(plan.settings, model=model or "")
+    if before and not settings.extend:
+        check_unchanged(plan.name, before, manifest_of(settings, plan.scaffold, plan.items))
+    return settings, [worker for worker in workers if worker.model == model]
+
+
+async def _stored_model(plan: Plan, client: Client) -> str | None:
+    """The model of a run of which all is stored, so that no worker has to load it; else None."""
+    before = await _manifest(plan, client)
+    if before is None or not plan.spec.may_serve(before["model"]):
+        return None
+    settings = replace(plan.settings, model=before["model"])
+    if before != manifest_of(settings, plan.scaffold, plan.items):
+        return None
+    # Who knows how much more the worker could hold: what met a full context is not all there is.
+    rehearsal = Rehearsal(settings, plan.items, plan.scaffold, client, context=sys.maxsize)
+    outlook = await rehearsal.look()
+    return settings.model if outlook.nothing_to_ask else None
+
+
+async def _manifest(plan: Plan, client: Client) -> dict[str, Any] | None:
+    return await patiently(
+        lambda: client.store.manifest(plan.name), patience=None, doing="reading the manifest"
+    )
 
 
 async def _show_while(a_run: Run, name: str) -> RunEnd:

@@ -163,7 +163,9 @@ def _spec(file: str, options: tuple[str, ...], given: dict[str, Any]) -> RunSpec
     sampling["stop"] = list(sampling["stop"]) or None
     given["engine_arguments"] = list(given["engine_arguments"])
     try:
-        return RunSpec(data=file, set=_scaffold_options(options), sampling=sampling, **given)
+        return RunSpec.model_validate(
+            {"data": file, "set": _scaffold_options(options), "sampling": sampling, **given}
+        )
     except ValidationError as error:
         raise UsageError("; ".join(problems(error))) from None
 
