@@ -129,10 +129,12 @@ class Archive:
         async def read() -> Header:
             manifest = await self._redis.get(keys.manifest(run))
             weight = await self._redis.hget(keys.run(run), "weight")  # type: ignore[misc]
+            engines = await self._redis.smembers(keys.engines(run))  # type: ignore[misc]
             return Header(
                 run=run,
                 weight=(weight or b"1.0").decode(),
                 manifest=manifest and manifest.decode(),
+                engines=sorted(engine.decode() for engine in engines) or None,
                 made=round(time.time(), 3),
             )
 
@@ -227,6 +229,8 @@ class Archive:
         there = await self._patiently(lambda: self._redis.get(key))
         if from_json(there) != from_json(manifest):
             raise ManifestChanged(f"run {run!r} is here already, with other input or settings")
+        if engines := header.engines:
+            await self._patiently(lambda: self._redis.sadd(self._keys.engines(run), *engines))  # type: ignore[arg-type,return-value]
 
     async def _restore(self, run: str, weight: str, turns: Sequence[ArchivedTurn]) -> int:
         by_model: dict[str, list[list[str | bytes | int]]] = {}

@@ -47,12 +47,14 @@ class _Line(BaseModel):
 
 
 class Header(_Line):
-    """What the file is. `manifest`: of the run, as stored; `made`: Unix time in seconds."""
+    """What the file is. `manifest`: of the run, as stored; `engines`: which it has met, as stored; `made`: Unix time in
+    seconds."""
 
     turnmill_archive: int = ARCHIVE_VERSION
     run: str
     weight: str = "1.0"
     manifest: str | None = None
+    engines: list[str] | None = None
     made: float
 
 

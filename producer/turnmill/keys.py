@@ -186,5 +186,8 @@ class Keys:
     def journal(self, run: str) -> str:
         return f"{self.prefix}journal:{run}"
 
+    def engines(self, run: str) -> str:
+        return f"{self.prefix}engines:{run}"
+
     def producer(self, run: str) -> str:
         return f"{self.prefix}producer:{run}"

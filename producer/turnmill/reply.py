@@ -74,6 +74,17 @@ class EngineIdentity(_Record):
     dtype: str | None = None
     template_digest: str | None = None
 
+    def __str__(self) -> str:
+        """In one line: `sglang 0.5.23, Qwen/Qwen3-8B, revision 9a2f, bfloat16, template 5b3c01d2`."""
+        parts = [f"{self.engine} {self.version}", self.model]
+        if self.revision:
+            parts.append(f"revision {self.revision}")
+        if self.dtype:
+            parts.append(self.dtype)
+        if self.template_digest:
+            parts.append(f"template {self.template_digest[:12]}")
+        return ", ".join(parts)
+
     @cached_property
     def fields(self) -> dict[str, str]:
         """Those that are known: what every trace of the engine says of it."""

@@ -393,7 +393,7 @@ def test_a_worker_that_cannot_start_ends_the_run_with_its_own_words(alone: Cli) 
         (["--run", "a/b"], "run 'a/b'"),
         (["--run", "r", "--concurrency", "many"], "concurrency 'many'"),
         (["--run", "r", "--max-failures", "200%"], "max-failures '200%'"),
-        (["--run", "r", "--temperature", "-1"], "sampling: temperature"),
+        (["--run", "r", "--temperature", "-1"], "sampling.temperature: "),
         (["--run", "r", "--engine", "sim"], "REDIS_URL is set"),
     ],
 )

@@ -51,11 +51,13 @@ async def records(hand: ByHand) -> dict[str, Any]:
         if key[:2] in {f"{kind}:" for kind in "brxfycw"} or key.split(":")[0] in (
             "run",
             "manifest",
+            "engines",
         ):
             kind = (await hand.redis.type(raw)).decode()
             read = {
                 "string": lambda key: hand.redis.get(key),
                 "hash": lambda key: hand.redis.hgetall(key),
+                "set": lambda key: hand.redis.smembers(key),
                 "list": lambda key: hand.redis.lrange(key, 0, -1),
             }[kind]
             found[key] = await read(raw)
@@ -67,6 +69,7 @@ async def a_run_of_every_kind(hand: ByHand) -> None:
     """Answered, failed, failed before it was answered, cancelled by one, out of time; long and no text."""
     worker = hand.hand()
     await hand.redis.set(hand.keys.manifest("run"), '{"v":1,"sampling":{"temperature":1.0}}')
+    await hand.redis.sadd(hand.keys.engines("run"), '{"engine":"sim"}', '{"engine":"other"}')
     await hand.enqueue("failed", "again", "left", weight=2.5)
     await hand.enqueue("long", body=pack(b'{"long":"' + b"x" * COMPRESS_FROM + b'"}'))
     await hand.enqueue("no text", body=b"\xff\xfe\x80")

@@ -22,6 +22,7 @@ from turnmill import BadLines, Client, Message, Sampling, Turn
 from turnmill.cli import cli
 from turnmill.conversations import Conversation, read_conversations
 from turnmill.keys import Keys
+from turnmill.rehearsal import Outlook
 from turnmill.reply import Failure, Reply, Trace
 from turnmill.results import ConversationResult, Report
 from turnmill.scripts import CANCEL, ENQUEUE, FORGET, RESTORE, SETTLE, TEND
@@ -133,6 +134,12 @@ def test_the_report_is_that_of_the_replies() -> None:
         results(), run="ferry", seconds=report.seconds, engines=report.engines, asked=report.asked
     )
     assert json.loads(again.model_dump_json()) == example
+
+
+def test_an_outlook_has_these_keys() -> None:
+    example = json.loads(the_example("outlook", "formats.md"))
+    assert json.loads(Outlook.model_validate(example).model_dump_json()) == example
+    assert list(example) == list(Outlook.model_fields)
 
 
 def test_the_hashes_of_the_replies_are_right() -> None:
