@@ -117,13 +117,13 @@ class Report(_Written):
     outcomes: Outcomes = Outcomes()
     capped: Caps = Caps()
     failures: dict[str, int] = {}
+    endings: dict[str, int] = {}
+    scores: Scores | None = None
     tokens: Tokens = Tokens()
     seconds: float
     engines: list[EngineIdentity] = []
     from_store: int = 0
     asked: int = 0
-    endings: dict[str, int] = {}
-    scores: Scores | None = None
 
     @classmethod
     def of(
