@@ -23,6 +23,7 @@ BENCHES = (
     "resume",
     "cache",
     "sglang",
+    "gateway",
 )
 
 
