@@ -1,4 +1,4 @@
-"""Input files: one conversation a line, in turnmill's own shape or as MT-Bench has them.
+"""Input files: one conversation a line, in turnmill's own shape or as MT-Bench or Multi-IF have them.
 
 {"id": "de-brot", "system": "Sei kurz.", "turns": ["Wie backe ich Brot?"], "sampling": {...}}
 {"question_id": 81, "category": "writing", "turns": ["...", "..."]}
@@ -15,7 +15,9 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from turnmill import multi_if
 from turnmill.canonical import canonical
+from turnmill.csv_lines import read_csv
 from turnmill.lines import Loaded, read_lines
 from turnmill.turn import Message, Sampling, Tool
 
@@ -93,14 +95,18 @@ class Conversation(BaseModel):
 
 
 def read_conversations(path: str | Path, skip_bad: bool = False) -> Loaded[Conversation]:
-    """The conversations of a file of JSON lines, as `read_lines` reads them."""
+    """The conversations of a file: Multi-IF's CSV if its name ends so, else JSON lines, as `read_lines` reads them."""
+    if str(path).lower().endswith(".csv"):
+        return read_csv(path, (multi_if.ID, multi_if.FIRST), _conversation, skip_bad)
     return read_lines(path, _conversation, skip_bad)
 
 
 def _conversation(fields: dict[str, Any]) -> Conversation:
     """Raises ValueError with what is wrong."""
     id_key = "question_id" if "question_id" in fields else "id"
-    if id_key == "question_id":
+    if multi_if.FIRST in fields:
+        id_key, fields = multi_if.ID, multi_if.conversation_of(fields)
+    elif id_key == "question_id":
         if "id" in fields:
             raise ValueError("has both id and question_id")
         fields = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Generic, Protocol, TypeVar
 
@@ -43,6 +44,10 @@ class Loaded(Generic[ItemT]):
     bad: list[BadInput]
 
 
+Parsed = tuple[int, Callable[[], dict[str, Any]]]
+"""A line: its number, and what makes its object, or raises ValueError with what is wrong."""
+
+
 def read_lines(
     path: str | Path, parse: Callable[[dict[str, Any]], ItemT], skip_bad: bool = False
 ) -> Loaded[ItemT]:
@@ -54,23 +59,30 @@ def read_lines(
     or nothing in it.
     """
     name = "<stdin>" if str(path) == "-" else str(path)
+    with opened(name, path) as file:
+        return load(name, _lines(file), parse, skip_bad)
+
+
+def load(
+    name: str,
+    lines: Iterable[Parsed],
+    parse: Callable[[dict[str, Any]], ItemT],
+    skip_bad: bool,
+) -> Loaded[ItemT]:
+    """The items of these lines, of a file of this name, as `read_lines` has it."""
     items: list[ItemT] = []
     bad: list[BadInput] = []
     first_line: dict[str, int] = {}
-    with _opened(name, path) as file:
-        for number, raw in enumerate(file, start=1):
-            raw = (raw.removeprefix(_BOM) if number == 1 else raw).rstrip()
-            if not raw:
-                continue
-            try:
-                item = parse(_object(raw))
-                seen = first_line.setdefault(item.id, number)
-                if seen != number:
-                    raise ValueError(f"id {item.id!r} is taken by line {seen}")
-            except ValueError as error:
-                bad.append(BadInput(name, number, _printable(str(error))))
-            else:
-                items.append(item)
+    for number, fields in lines:
+        try:
+            item = parse(fields())
+            seen = first_line.setdefault(item.id, number)
+            if seen != number:
+                raise ValueError(f"id {item.id!r} is taken by line {seen}")
+        except ValueError as error:
+            bad.append(BadInput(name, number, _printable(str(error))))
+        else:
+            items.append(item)
     if not items and not bad:
         raise BadInput(name, 0, "there is no conversation in it")
     if bad and not (skip_bad and items):
@@ -78,8 +90,16 @@ def read_lines(
     return Loaded(items, bad)
 
 
+def _lines(file: BinaryIO) -> Iterator[Parsed]:
+    for number, raw in enumerate(file, start=1):
+        raw = (raw.removeprefix(_BOM) if number == 1 else raw).rstrip()
+        if raw:
+            yield number, partial(json_object, raw)
+
+
 @contextmanager
-def _opened(name: str, path: str | Path) -> Iterator[BinaryIO]:
+def opened(name: str, path: str | Path) -> Iterator[BinaryIO]:
+    """The file, or standard input. Raises BadInput if it cannot be opened or read."""
     try:
         if name == "<stdin>":
             yield sys.stdin.buffer
@@ -90,8 +110,8 @@ def _opened(name: str, path: str | Path) -> Iterator[BinaryIO]:
         raise BadInput(name, 0, f"cannot be read: {error.strerror or error}") from None
 
 
-def _object(raw: bytes) -> dict[str, Any]:
-    """A line's JSON object, with nothing in it that cannot be hashed. Raises ValueError."""
+def json_object(raw: bytes) -> dict[str, Any]:
+    """An object of JSON text, with nothing in it that cannot be hashed. Raises ValueError."""
     try:
         fields = json.loads(raw.decode(), object_pairs_hook=_without_doubles, parse_int=_integer)
     except UnicodeDecodeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import signal
 import subprocess
@@ -294,6 +295,35 @@ def test_mt_benchs_own_lines(on_farm: Cli, worker: Workers) -> None:
     (result,) = read_results(on_farm.folder / "runs/r/replies.jsonl")
     assert result.id == "81"
     assert [m.role for m in result.messages] == ["user", "assistant"] * 2
+
+
+def test_multi_ifs_table_with_a_runaway_and_a_turn_that_cannot_begin(
+    on_farm: Cli, worker: Workers
+) -> None:
+    """Neither fails the run, nor another conversation; both end as capped, with what they have."""
+    worker("--served-name", "sim", sim=("--context", "100"))
+    texts = {f"{i}:1:en": [f"number {i}", "on", "and on"] for i in range(3)}
+    texts["runaway"] = ["word " * 60, "never asked", "nor this"]
+    texts["late"] = ["fine", "word " * 200, "never asked"]
+    header = ["turn_1_prompt", "turn_2_prompt", "turn_3_prompt", "key", "language"]
+    with open(on_farm.folder / "multi_if.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(header)
+        for key, turns in texts.items():
+            prompts = [json.dumps({"role": "user", "content": text}) for text in turns]
+            rows.writerow([*prompts, key, "English"])
+    line = ("run", "multi_if.csv", "--run", "r", "--model", "sim", "--max-failures", "0", "--json")
+    seen = json.loads(on_farm(*line).stdout)
+    assert seen["outcomes"] == {"completed": 3, "capped": 2, "failed": 0, "cancelled": 0}
+    assert seen["capped"]["context"] == 2
+    by_id = {r.id: r for r in read_results(on_farm.folder / "runs/r/replies.jsonl")}
+    assert list(by_id) == list(texts)
+    (turn,) = by_id["runaway"].turns
+    assert turn.usage is not None
+    assert turn.usage.completion_tokens > 0
+    assert [m.role for m in by_id["late"].messages] == ["user", "assistant"] * 2
+    assert [t.capped for t in by_id["late"].turns] == [None, "context"]
+    assert len(by_id["0:1:en"].turns) == 3
 
 
 def test_a_changed_run_is_refused_by_what_changed(on_farm: Cli, worker: Workers) -> None:

@@ -110,6 +110,17 @@ def test_conversation_lines_are_conversations(tmp_path: Path) -> None:
     assert ids == ["ferry", "7", "81"]
 
 
+def test_the_rows_of_multi_if_are_conversations(tmp_path: Path) -> None:
+    file = tmp_path / "input.csv"
+    file.write_text(the_example("multi-if", "formats.md"))
+    (conversation,) = read_conversations(file).items
+    assert conversation.id == "1019:16:en"
+    assert [turn.content for turn in conversation.turns] == [
+        "Write a poem, without commas.",
+        "Shorter.",
+    ]
+
+
 def test_all_sampling_fields_are_named() -> None:
     text = (ROOT / "docs" / "formats.md").read_text().split("Sampling fields, by")[1]
     assert re.findall(r"`(\w+)`", text.split("One that is not set")[0]) == list(

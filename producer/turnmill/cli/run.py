@@ -125,7 +125,7 @@ def run(
 ) -> None:
     """Drive the conversations of FILE; run again, go on where it stopped.
 
-    FILE has a conversation a line, or MT-Bench's lines; - is standard input. Other scaffolds read other files. Without a Redis, an embedded
+    FILE has a conversation a line, or MT-Bench's or Multi-IF's; a name that ends in .csv is Multi-IF's table; - is standard input. Other scaffolds read other files. Without a Redis, an embedded
     server and one worker are started; arguments after -- go to that worker's engine.
     """
 
