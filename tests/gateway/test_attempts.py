@@ -308,3 +308,12 @@ async def test_forgetting_a_run_forgets_its_attempts(
     assert farm.keys.attempts("run") in await left()
     await asyncio.to_thread(on_farm, "forget", "run", "--yes")
     assert await left() == []
+
+
+@pytest.mark.parametrize("count", ["", "-1", "1e9", "\N{SUPERSCRIPT TWO}".encode(), "9" * 5000])
+async def test_a_count_of_retries_may_be_anything(
+    serve: Serve, worker: WorkerFactory, asking: MakeAsking, count: Any
+) -> None:
+    worker()
+    client = asking(f"{serve('--insecure').url}/v1")
+    assert await client.content(chat("any"), {"x-stainless-retry-count": count}) == "any"
