@@ -250,3 +250,20 @@ def test_sigterm_ends_it(serve: Serve) -> None:
     assert gateway.process.wait(20) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{gateway.url}/health")
+
+
+async def test_names_that_clients_choose_are_no_labels(serve: Serve, asking: MakeAsking) -> None:
+    base = serve().url
+    for prefix in ("", "/runs/v1", "/runs/v1/attempts/v1"):
+        refused = await asking(f"{base}{prefix}/v1").http.get("/models/v1/chosen")
+        assert refused.status_code == 401
+    text = (await asking(base).http.get("/metrics")).text
+    assert 'turnmill_gateway_requests_total{endpoint="/v1/models",status="401"} 3' in text
+    assert "chosen" not in text
+
+
+async def test_a_count_of_retries_that_is_none(serve: Serve, asking: MakeAsking) -> None:
+    client = asking(serve("--insecure").url + "/v1")
+    for count in ("9" * 5000, "-1", "0", "", "\xb2".encode("latin-1")):
+        response = await client.post(chat(), {"x-stainless-retry-count": count})  # type: ignore[dict-item]
+        assert error_of(response)["code"] == "model_not_found"

@@ -68,7 +68,7 @@ class Gateway:
         attempt = path.get("attempt") or headers.get("x-turnmill-attempt")
         await self.access.enter(key, run, attempt)
         retries = headers.get("x-stainless-retry-count", "")
-        again = retries.isascii() and retries.isdecimal() and int(retries) > 0
+        again = retries.isascii() and retries.isdecimal() and retries.strip("0") != ""
         return Asker(key, run, attempt, headers.get("idempotency-key"), again)
 
     async def admit(self, question: Question, asker: Asker) -> None:
