@@ -182,6 +182,30 @@ async def test_idempotency_keys(serve: Serve, worker: WorkerFactory, asking: Mak
         assert error_of(response)["code"] == "idempotency_key_reused"
 
 
+async def test_what_a_named_request_left_is_for_its_name_alone(
+    serve: Serve, worker: WorkerFactory, asking: MakeAsking, client: Redis, farm: Farm
+) -> None:
+    worker(sim=(*CHAIN, "--latency", "0.3"))
+    base = serve("--insecure").url
+    first = asking(attempt(base, "1"))
+    task = asyncio.ensure_future(first.post(chat(), {"Idempotency-Key": "mine"}))
+    queue = Queue(client, farm.keys)
+
+    async def running() -> bool:
+        return (await queue.depth("sim")).running == 1
+
+    await until_async(running, "the turn is in the engine")
+    task.cancel()
+    await asyncio.wait([task])
+
+    async def noticed() -> bool:
+        return "turnmill_gateway_hang_ups_total 1" in (await asking(base).http.get("/metrics")).text
+
+    await until_async(noticed, "the gateway knows that the client is gone")
+    other = await first.content(chat(), RETRY)
+    assert await first.content(chat(), {"Idempotency-Key": "mine"}) != other
+
+
 async def test_who_hangs_up_leaves_an_orphan_that_is_cancelled(
     serve: Serve,
     worker: WorkerFactory,
