@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from redis.asyncio import Redis
 from tests.gateway.serving import Asking, GatewayProcess, chat, error_of
 from tests.processes import SimWorker, ValkeyServer, until_async
 
+from turnmill.api_keys import ApiKeys
 from turnmill.settings import Farm
 
 Serve = Callable[..., GatewayProcess]
@@ -196,6 +198,28 @@ async def test_redis_goes_away(
 
     await until_async(back, "it answers again")
     assert (await client.http.get(f"{base}/ready")).status_code == 200
+
+
+async def test_redis_is_away_for_a_moment(
+    serve: Serve, own_valkey: Callable[..., ValkeyServer], worker: WorkerFactory, asking: MakeAsking
+) -> None:
+    server = own_valkey()
+    farm = Farm(server.url, "own")
+    worker(farm=farm)
+    async with farm.connect() as redis:
+        key = await ApiKeys(redis, farm.keys).add("alice")
+    base = serve(farm=farm).url
+    clients = [asking(f"{base}{path}/v1", key) for path in ("", "/runs/run", "/runs/r/attempts/a")]
+    server.kill()
+    tasks = [asyncio.ensure_future(client.content(chat("while"))) for client in clients]
+
+    async def waiting() -> bool:
+        text = (await asking(base).http.get("/metrics")).text
+        return "turnmill_gateway_requests_under_way 4" in text
+
+    await until_async(waiting, "they wait")
+    server.start()
+    assert await asyncio.gather(*tasks) == ["while"] * 3
 
 
 async def test_metrics(serve: Serve, worker: WorkerFactory, asking: MakeAsking) -> None:

@@ -13,13 +13,11 @@ from turnmill.api_keys import ApiKey, ApiKeys
 from turnmill.errors import UsageError
 from turnmill.gateway.errors import ApiError, refused
 from turnmill.gateway.settings import GatewaySettings
-from turnmill.settings import check_name
+from turnmill.settings import ADHOC, check_name, is_outside_runs
 
 KNOWN_SECONDS = 5.0
 """For how long a key that was found is not looked up again: so long a revoked one may still ask."""
 LOOKUPS = 10_000
-LANE = "adhoc"
-"""What is asked outside a run is asked in lanes of these names, one for each key."""
 
 _BEARER = re.compile(r"bearer\s+(\S+)\s*", re.IGNORECASE)
 
@@ -40,7 +38,7 @@ class Asker:
         """The run that its turns are asked for."""
         if self.run:
             return self.run
-        return f"{LANE}.{self.key.name}" if self.key else LANE
+        return f"{ADHOC}.{self.key.name}" if self.key else ADHOC
 
     @property
     def scope(self) -> str:
@@ -96,11 +94,11 @@ class Access:
             raise refused(None, str(error), "bad_name") from None
         if run is None and attempt is not None:
             raise refused(None, f"attempt {attempt!r} of no run", "bad_name")
-        if run is not None and (run == LANE or run.startswith(f"{LANE}.")):
+        if run is not None and is_outside_runs(run):
             raise refused(None, f"run {run!r}: names of this form are for turns outside a run")
         if key is None:
             return
-        lane = run or f"{LANE}.{key.name}"
+        lane = run or f"{ADHOC}.{key.name}"
         if (key.name, lane) in self._owned:
             return
         if run is not None:

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from turnmill.client import Client
 from turnmill.draws import any_draw, nth_draw
 from turnmill.errors import OtherDraw
+from turnmill.faults import patiently
 from turnmill.gateway.access import Asker
 from turnmill.gateway.attempts import Attempts, Guesses
 from turnmill.gateway.background import Background
@@ -216,7 +217,12 @@ class Placed:
         if self._draw is None:
             return True
         draw, self._draw = self._draw, None
-        if await self._queue.settle(draw, delivered=True) or self._asker.idempotency is not None:
+        settled = await patiently(
+            lambda: self._queue.settle(draw, delivered=True),
+            patience=self._desk.settings.patience,
+            doing="noting that an answer is given",
+        )
+        if settled or self._asker.idempotency is not None:
             return True
         self._again = False
         return False
