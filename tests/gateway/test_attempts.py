@@ -265,6 +265,7 @@ async def test_a_cancelled_run_goes_on_with_a_new_attempt(
         assert error_of(response)["code"] == "cancelled"
         assert response.headers["x-should-retry"] == "false"
     assert await asking(attempt(base, "2")).content(chat("more")) == "more"
+    assert error_of(await first.post(chat("more")))["code"] == "cancelled", "its time is over"
 
 
 async def test_forgetting_a_run_forgets_its_attempts(

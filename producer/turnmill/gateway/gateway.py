@@ -87,8 +87,9 @@ class Gateway:
         async def admit() -> None:
             # A run waits for workers that were killed, as all runs do.
             await self.served.check(question.model, asker.key, may_wait=asker.run is not None)
-            await self.attempts.enter(asker)
             await self.served.make_room(question.model, asker.key, len(question.turns))
+            await self.access.own(asker)  # what is refused makes no run anybody's
+            await self.attempts.enter(asker)
 
         await self._patiently(admit, "admitting a request")
 
