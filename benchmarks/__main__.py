@@ -25,6 +25,7 @@ BENCHES = (
     "resume",
     "cache",
     "sglang",
+    "gateway",
     "gateway-load",
 )
 

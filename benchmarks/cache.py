@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,10 @@ from tests.engines import sglang_env
 from tests.engines.talking import TURNS, Tokens, talk
 
 from benchmarks.conditions import conditions
+from benchmarks.environments import sglang_python
 from benchmarks.farm import ROOT, farm_environment, process, server, server_version, wait_for
 from benchmarks.measure import Spread, interleaved
 from benchmarks.report import Result, Row
-from benchmarks.sglang import PYTHON
 from turnmill.client import Client
 from turnmill.keys import Keys
 from turnmill.settings import Farm
@@ -34,18 +33,16 @@ Say = Callable[[str], None]
 
 
 def run(rounds: int, say: Say) -> Result:
-    if not PYTHON.exists():
-        say("making SGLang's environment")
-        subprocess.run(["make", ".venvs/sglang/ready"], cwd=ROOT, check=True, stdout=sys.stderr)
+    python = sglang_python(say)
     say("starting SGLang")
     with server() as on, tempfile.TemporaryDirectory(prefix="turnmill-bench-") as folder:
         model = Path(folder) / "model"
-        command = [str(PYTHON), str(ROOT / "tests/engines/tiny_model.py"), str(model)]
+        command = [str(python), str(ROOT / "tests/engines/tiny_model.py"), str(model)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         farm = Farm(on.url)
         environment = {**sglang_env.environment(), **farm_environment(farm)}
         with (
-            process(_worker_command(model), environment) as worker,
+            process(_worker_command(python, model), environment) as worker,
             redis.Redis.from_url(on.url) as client,
         ):
             wait_for(lambda: bool(client.exists(Keys().workers)), worker, seconds=START_SECONDS)
@@ -81,8 +78,8 @@ def run(rounds: int, say: Say) -> Result:
     )
 
 
-def _worker_command(model: Path) -> list[str]:
-    line = [str(PYTHON), "-m", "turnmill_worker", "--engine", "sglang", "--model", str(model)]
+def _worker_command(python: Path, model: Path) -> list[str]:
+    line = [str(python), "-m", "turnmill_worker", "--engine", "sglang", "--model", str(model)]
     line += ["--served-name", "tiny", "--slots", str(SLOTS), "--"]
     return [*line, *sglang_env.ARGUMENTS, "--max-total-tokens", str(CACHE_TOKENS)]
 

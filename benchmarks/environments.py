@@ -1,4 +1,4 @@
-"""Environments of their own for rivals, made once."""
+"""Environments of their own, made once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.farm import ROOT
+
+
+def sglang_python(say: Callable[[str], None]) -> Path:
+    """The Python of the environment in which SGLang runs on the CPU."""
+    python = ROOT / ".venvs" / "sglang" / "bin" / "python"
+    if not python.exists():
+        say("making SGLang's environment")
+        subprocess.run(["make", ".venvs/sglang/ready"], cwd=ROOT, check=True, stdout=sys.stderr)
+    return python
 
 
 def rival_python(name: str, requirements: Sequence[str], say: Callable[[str], None]) -> Path:

@@ -14,24 +14,22 @@ import tempfile
 from collections.abc import Callable
 
 from benchmarks.conditions import conditions
+from benchmarks.environments import sglang_python
 from benchmarks.farm import ROOT, server, server_version
 from benchmarks.measure import Spread
 from benchmarks.report import COUNT, RATIO, Result, Row
 
 GOAL, GOAL_KEEPING = 0.90, 0.98
-PYTHON = ROOT / ".venvs" / "sglang" / "bin" / "python"
 
 Say = Callable[[str], None]
 
 
 def run(rounds: int, say: Say) -> Result:
-    if not PYTHON.exists():
-        say("making SGLang's environment")
-        subprocess.run(["make", ".venvs/sglang/ready"], cwd=ROOT, check=True, stdout=sys.stderr)
+    python = sglang_python(say)
     say("starting SGLang")
     rates: dict[str, list[float]] = {"turnmill": [], "direct": [], "keeping": []}
     with server() as on, tempfile.TemporaryFile("w+") as errors:
-        command = [str(PYTHON), "-m", "benchmarks.sglang_process", str(rounds), sys.executable]
+        command = [str(python), "-m", "benchmarks.sglang_process", str(rounds), sys.executable]
         process = subprocess.Popen(
             command,
             cwd=ROOT,

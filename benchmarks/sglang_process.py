@@ -104,6 +104,8 @@ class Bench:
         source = self._folder / f"{run}.jsonl"
         # Random weights end an answer anywhere; all are to be of one length.
         sampling = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+        # The model has one, which `agenerate` does not use; and with it, nothing can be kept.
+        sampling["repetition_penalty"] = 1
         lines = (
             {"id": f"c{i}", "turns": [text], "sampling": sampling}
             for i, text in enumerate(_texts(f"queued {name}"))

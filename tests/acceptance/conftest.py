@@ -20,13 +20,13 @@ class Cli:
     def __init__(self, folder: Path, farm: Farm | None) -> None:
         self.folder = folder
         self.started: list[subprocess.Popen[str]] = []
-        self._environment = {
+        self.environment = {
             name: value
             for name, value in os.environ.items()
             if name not in ("REDIS_URL", "TURNMILL_NAMESPACE", "COLUMNS")
         } | {"TURNMILL_DATA": str(folder / "data")}
         if farm:
-            self._environment |= {"REDIS_URL": farm.url, "TURNMILL_NAMESPACE": farm.namespace}
+            self.environment |= {"REDIS_URL": farm.url, "TURNMILL_NAMESPACE": farm.namespace}
 
     def start(
         self,
@@ -38,7 +38,7 @@ class Cli:
         process = subprocess.Popen(
             [sys.executable, "-m", "turnmill", *arguments],
             cwd=folder or self.folder,
-            env=self._environment | environment,
+            env=self.environment | environment,
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

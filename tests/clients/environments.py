@@ -22,7 +22,8 @@ def python_of(name: str) -> Path:
     python, made = folder / "bin" / "python", folder / "made-of"
     if not made.exists() or made.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        install = [*pip, "install", "--no-compile"]  # most of it is never imported
         for line in wanted.splitlines():
             if line.startswith("--no-deps "):  # pip takes this for all of a file, or for nothing
                 subprocess.run([*install, *line.split()], check=True, timeout=INSTALL_SECONDS)

@@ -37,9 +37,14 @@ async def counters(redis: Redis, farm: Farm, run: str) -> RunInfo:
     return RunInfo(name=run)
 
 
-async def leave_waiting(client: Asking, body: dict[str, Any], until: Callable[[], Any]) -> None:
+async def leave_waiting(
+    client: Asking,
+    body: dict[str, Any],
+    until: Callable[[], Any],
+    headers: dict[str, str] | None = None,
+) -> None:
     """Ask, and hang up as soon as `until` says that the turn is there."""
-    task = asyncio.ensure_future(client.post(body))
+    task = asyncio.ensure_future(client.post(body, headers))
     await until_async(until, "the turn is in the queue")
     task.cancel()
     await asyncio.wait([task])
@@ -151,6 +156,52 @@ async def test_a_retry_takes_the_turn_that_was_left(
         assert (await counters(client, farm, run)).total == 2, "nothing was left to join"
 
 
+async def test_in_an_attempt_the_next_takes_the_turn_that_was_left(
+    serve: Serve, worker: WorkerFactory, asking: MakeAsking, client: Redis, farm: Farm
+) -> None:
+    """Most clients have a way to try again that says nothing of it."""
+    worker(sim=(*CHAIN, "--latency", "0.5"))
+    base = serve("--insecure").url
+    asked = asking(attempt(base, "1"))
+
+    async def there() -> bool:
+        return (await counters(client, farm, "run")).total == 1
+
+    async def left() -> bool:
+        (open,) = [key async for key in client.scan_iter(f"{farm.namespace}:open:*")]
+        return any(owner.startswith(b"-") for owner in await client.hkeys(open))
+
+    await leave_waiting(asked, chat(), there)
+    await until_async(left, "the turn is left")
+    drawn = [await asked.content(chat()) for _ in range(2)]
+    assert len(set(drawn)) == 2
+    assert (await counters(client, farm, "run")).total == 2, "the first of them joined"
+    second = asking(attempt(base, "2"))
+    assert {await second.content(chat()) for _ in range(2)} == set(drawn)
+
+
+async def test_what_has_a_name_is_left_to_its_name(
+    serve: Serve, worker: WorkerFactory, asking: MakeAsking, client: Redis, farm: Farm
+) -> None:
+    worker(sim=(*CHAIN, "--latency", "0.5"))
+    base = serve("--insecure").url
+    asked = asking(attempt(base, "1"))
+    named = {"Idempotency-Key": "mine"}
+
+    async def there() -> bool:
+        return (await counters(client, farm, "run")).total == 1
+
+    async def left() -> bool:
+        text = (await asking(base).http.get("/metrics")).text
+        return "turnmill_gateway_hang_ups_total 1" in text
+
+    await leave_waiting(asked, chat(), there, named)
+    await until_async(left, "the hang-up is noticed")
+    others = [await asked.content(chat(), headers) for headers in (None, RETRY)]
+    assert await asked.content(chat(), named) not in others
+    assert (await counters(client, farm, "run")).total == 3
+
+
 async def test_a_retry_never_gets_what_somebody_else_got(
     serve: Serve, worker: WorkerFactory, asking: MakeAsking, client: Redis, farm: Farm
 ) -> None:
@@ -180,30 +231,6 @@ async def test_idempotency_keys(serve: Serve, worker: WorkerFactory, asking: Mak
         assert await clients[0].content(chat(), {"Idempotency-Key": "other"}) not in pair
         response = await clients[0].post(chat("other"), named)
         assert error_of(response)["code"] == "idempotency_key_reused"
-
-
-async def test_what_a_named_request_left_is_for_its_name_alone(
-    serve: Serve, worker: WorkerFactory, asking: MakeAsking, client: Redis, farm: Farm
-) -> None:
-    worker(sim=(*CHAIN, "--latency", "0.3"))
-    base = serve("--insecure").url
-    first = asking(attempt(base, "1"))
-    task = asyncio.ensure_future(first.post(chat(), {"Idempotency-Key": "mine"}))
-    queue = Queue(client, farm.keys)
-
-    async def running() -> bool:
-        return (await queue.depth("sim")).running == 1
-
-    await until_async(running, "the turn is in the engine")
-    task.cancel()
-    await asyncio.wait([task])
-
-    async def noticed() -> bool:
-        return "turnmill_gateway_hang_ups_total 1" in (await asking(base).http.get("/metrics")).text
-
-    await until_async(noticed, "the gateway knows that the client is gone")
-    other = await first.content(chat(), RETRY)
-    assert await first.content(chat(), {"Idempotency-Key": "mine"}) != other
 
 
 async def test_who_hangs_up_leaves_an_orphan_that_is_cancelled(
@@ -281,3 +308,12 @@ async def test_forgetting_a_run_forgets_its_attempts(
     assert farm.keys.attempts("run") in await left()
     await asyncio.to_thread(on_farm, "forget", "run", "--yes")
     assert await left() == []
+
+
+@pytest.mark.parametrize("count", ["", "-1", "1e9", "\N{SUPERSCRIPT TWO}".encode(), "9" * 5000])
+async def test_a_count_of_retries_may_be_anything(
+    serve: Serve, worker: WorkerFactory, asking: MakeAsking, count: Any
+) -> None:
+    worker()
+    client = asking(f"{serve('--insecure').url}/v1")
+    assert await client.content(chat("any"), {"x-stainless-retry-count": count}) == "any"

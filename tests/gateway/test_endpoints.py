@@ -176,6 +176,23 @@ async def test_a_bound_on_what_is_queued(
     assert (await client.post(chat("x", n=2))).status_code == 200
 
 
+async def test_a_bound_holds_for_those_who_ask_at_once(
+    serve: Serve, worker: WorkerFactory, asking: MakeAsking
+) -> None:
+    worker(sim=("--hang-if", "stuck"))
+    client = asking(f"{serve('--insecure', '--max-queued', '2').url}/v1")
+    asked = [asyncio.ensure_future(client.post(chat("stuck"))) for _ in range(20)]
+
+    async def refused() -> bool:
+        ended = [task.result().status_code for task in asked if task.done()]
+        assert ended == [429] * len(ended)
+        return len(ended) == 18
+
+    await until_async(refused, "all but two are refused")
+    for task in asked:
+        task.cancel()
+
+
 async def test_redis_goes_away(
     serve: Serve, own_valkey: Callable[..., ValkeyServer], worker: WorkerFactory, asking: MakeAsking
 ) -> None:
@@ -284,10 +301,3 @@ async def test_names_that_clients_choose_are_no_labels(serve: Serve, asking: Mak
     text = (await asking(base).http.get("/metrics")).text
     assert 'turnmill_gateway_requests_total{endpoint="/v1/models",status="401"} 3' in text
     assert "chosen" not in text
-
-
-async def test_a_count_of_retries_that_is_none(serve: Serve, asking: MakeAsking) -> None:
-    client = asking(serve("--insecure").url + "/v1")
-    for count in ("9" * 5000, "-1", "0", "", "\xb2".encode("latin-1")):
-        response = await client.post(chat(), {"x-stainless-retry-count": count})  # type: ignore[dict-item]
-        assert error_of(response)["code"] == "model_not_found"

@@ -171,6 +171,14 @@ def test_what_is_no_request_is_refused(body: bytes) -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize("prompt", ["", [], [""], [1, 2], [[1, 2]], 7, {"a": 1}])
+def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion_question(json.dumps({"model": "m", "prompt": prompt}).encode())
+    assert caught.value.param == "prompt"
+    assert caught.value.message.endswith("a list of texts, none of them empty")
+
+
 def test_log_probabilities_of_a_completion() -> None:
     body = {"model": "m", "prompt": "Once", "logprobs": 2}
     question = completion_question(json.dumps(body).encode())

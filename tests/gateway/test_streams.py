@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from redis.asyncio import Redis
 from tests.gateway.serving import Asking, GatewayProcess, chat, half_a_minute_later
 from tests.processes import SimWorker, until_async
 
+from turnmill.gateway.server import bind
 from turnmill.queue import Queue
 from turnmill.settings import Farm
 from turnmill.store import Store
@@ -114,3 +116,9 @@ async def test_completions(serve: Serve, worker: WorkerFactory, asking: MakeAski
         response = await client.post(body | wrong, path="/completions")
         assert response.status_code == 400
         assert response.json()["error"]["param"] in wrong
+
+
+def test_what_follows_the_head_of_a_response_is_sent_at_once() -> None:
+    """asyncio looks at the protocol of a socket to turn Nagle's algorithm off."""
+    with bind("127.0.0.1", 0, insecure=True) as bound:
+        assert bound.proto == socket.IPPROTO_TCP

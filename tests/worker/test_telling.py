@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from tests.by_hand import ByHand, Hand, h
+from tests.processes import until_async
 
 from turnmill.reply import EngineIdentity
+from turnmill.tasks import end_tasks
 from turnmill_worker.claim import Claim
 from turnmill_worker.engines.base import Progress
 from turnmill_worker.engines.kept import Part
@@ -142,6 +146,28 @@ async def test_only_what_is_kept_is_told(by_hand: ByHand) -> None:
     assert await told_of(by_hand, "a") == "one two three"
     assert "".join(text for _, _, text in await heard(by_hand, "a")) == "one two three"
     assert await by_hand.redis.hget(by_hand.keys.tries(h("a")), "kept") == b"13"
+
+
+async def test_first_words_do_not_wait_for_the_next_telling(
+    by_hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnmill_worker.progress.TELL_SECONDS", 1000.0)
+    await by_hand.enqueue("a", "b", stream=True)
+    one = await telling(by_hand, "a")
+    hand = by_hand.hand()
+    two = Told(by_hand, hand, await hand.take_one("b"))
+    one.keeper.stream(two.running)
+    assert two.running.teller is not None
+    two.running.teller.earlier = await one.keeper.read_told(h("b"))
+    task = asyncio.ensure_future(one.keeper.tell())
+    try:
+        for told, name in ((one, "a"), (two, "b")):
+            told.text = "first "
+            told.progress.moved(1)
+            await until_async(lambda name=name: told_of(by_hand, name), "its first words are told")
+            assert await told_of(by_hand, name) == "first "
+    finally:
+        await end_tasks([task])
 
 
 async def test_text_that_redis_has_lost_is_told_again(by_hand: ByHand) -> None:

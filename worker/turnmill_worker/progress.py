@@ -33,7 +33,9 @@ GROUP_TURNS = 500
 
 TELL_SECONDS = 0.05
 """Between two tellings; longer if the last one took longer, because Redis is busy. The first one after a silence waits
-for nothing."""
+for nothing, nor do an answer's first words: whoever reads looks at how soon they come."""
+FIRST_SECONDS = 0.005
+"""Between two looks for first words, at least: tokens that are no whole character yet may be many."""
 
 _HEAD = struct.Struct("<II")
 
@@ -85,6 +87,7 @@ class Keeper:
         # Calls that overtake each other could leave less kept than was told.
         self._one_by_one = asyncio.Lock()
         self._heard = asyncio.Event()
+        self._first = asyncio.Event()  # heard of an answer of which nothing is told
 
     async def run(self, interval: float) -> None:
         """Keep what has grown, every `interval` seconds. While Redis is away or full, nothing is kept."""
@@ -105,19 +108,21 @@ class Keeper:
         """Somebody reads this turn's answer while it grows: tell of it, until `end`."""
         if turn.teller is not None:
             return
-        loop, heard = asyncio.get_running_loop(), self._heard
+        loop, heard, first = asyncio.get_running_loop(), self._heard, self._first
+        turn.teller = teller = Teller(turn.claim.token, turn.progress)
 
         def more() -> None:
             # In any thread, at every token: to wake a loop that is awake already would cost much.
-            if not heard.is_set():
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(heard.set)
+            for event in (heard, first) if teller.silent else (heard,):
+                if not event.is_set():
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
+                        loop.call_soon_threadsafe(event.set)
 
-        turn.teller = Teller(turn.claim.token, turn.progress)
         turn.progress.streamed, turn.progress.heard = True, more
         self._streamed[turn.claim.rid] = turn
         if turn.progress.tokens:
             heard.set()
+            first.set()
 
     def end(self, turn: Growing) -> None:
         """The turn has left the engine."""
@@ -127,17 +132,36 @@ class Keeper:
 
     async def tell(self) -> None:
         """Keep what has grown of streamed answers, and tell it, whenever there is news."""
-        loop = asyncio.get_running_loop()
         while True:
             await self._heard.wait()
             self._heard.clear()
-            began = loop.time()
-            try:
-                await self._keep(list(self._streamed.values()), told_only=True)
-            except FAULTS as error:
-                _say(error)
-                self._heard.set()
-            await asyncio.sleep(max(TELL_SECONDS, loop.time() - began))
+            self._first.clear()
+            due = asyncio.get_running_loop().time() + TELL_SECONDS
+            await self._tell(self._streamed.values())
+            while await self._first_before(due):
+                streamed = self._streamed.values()
+                await self._tell(turn for turn in streamed if turn.teller and turn.teller.silent)
+
+    async def _tell(self, turns: Iterable[Growing]) -> None:
+        """Takes twice as long as Redis does, so that Redis has as much time for others."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            await self._keep(list(turns), told_only=True)
+        except FAULTS as error:
+            _say(error)
+            self._heard.set()
+        await asyncio.sleep(max(FIRST_SECONDS, loop.time() - began))
+
+    async def _first_before(self, due: float) -> bool:
+        """Waits until an answer begins of which nothing is told, or, in vain, until `due` (by the loop's clock)."""
+        try:
+            async with asyncio.timeout_at(due):
+                await self._first.wait()
+        except TimeoutError:
+            return False
+        self._first.clear()
+        return asyncio.get_running_loop().time() < due
 
     # Sending
 

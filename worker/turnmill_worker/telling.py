@@ -35,6 +35,11 @@ class Teller:
         self._breaks = False
         self._characters = self._bytes = 0  # that Redis has
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing of the answer is told yet, but may be."""
+        return not self._bytes and self._progress.telling is not None
+
     def news(self) -> Telling:
         """What is not told yet. Raises UnicodeError, where the text is not one, and what the engine raises."""
         if self._progress.sent is None:

@@ -169,6 +169,12 @@ class Placed:
     async def _make_repeatable(self, draw: Draw) -> None:
         if self._asker.idempotency is None:
             return
+        # It may have been asked, answered and settled elsewhere since we looked: then that draw is its own.
+        if (number := await self._repeated(draw.base)) not in (None, draw.number):
+            self._draw = None
+            await self._queue.settle(draw, delivered=True)
+            await self._submit_known(number)
+            return
         pipe = self._desk.redis.pipeline(transaction=True)
         pipe.hset(self._repeatable, mapping={"base": draw.base, str(self._index): draw.number})
         pipe.expire(self._repeatable, REPEATABLE_SECONDS)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from turnmill.errors import BadTurn
 from turnmill.gateway.errors import refused
@@ -92,6 +92,16 @@ class CompletionRequest(_Request):
     likeliest tokens are told."""
 
     prompt: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        texts = value if isinstance(value, list) else [value]
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise PydanticCustomError(
+                "prompt", "must be a text, or a list of texts, none of them empty"
+            )
+        return value
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
@@ -27,14 +28,16 @@ class _Known(Generic[Value]):
     def __init__(self, read: Callable[[], Awaitable[Value]]) -> None:
         self._read, self._at = read, -LOOK_SECONDS
         self._value: Value | None = None
+        self._reading = asyncio.Lock()
         self.since = 0
         """What was added since it was read, by us."""
 
     async def value(self) -> Value:
-        now = time.monotonic()
-        if self._value is None or now - self._at >= LOOK_SECONDS:
-            self._value, self._at, self.since = await self._read(), now, 0
-        return self._value
+        async with self._reading:  # two that read at once would forget what was added between
+            now = time.monotonic()
+            if self._value is None or now - self._at >= LOOK_SECONDS:
+                self._value, self._at, self.since = await self._read(), now, 0
+            return self._value
 
 
 class Served:

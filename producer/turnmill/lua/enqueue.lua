@@ -58,25 +58,29 @@ local function join(h)
   return true
 end
 
--- The draw that `owner` is to have: the one that it has already; asked for again, the oldest that was left ('-' and a
--- number), else the oldest of another gateway, which may be dead, else the oldest; else the next one. It is its owner's
--- until SETTLE. Owners are `GATEWAY.REQUEST`, values `when:number`; owners in `i.` have a name to come back by.
+-- The draw that `owner` is to have: the one that it has already; else the oldest that was left ('-' and a number), if
+-- draws are counted, as many clients try again without saying so, or it is asked for again; then also the oldest of
+-- another gateway, which may be dead, else the oldest; else the next one. It is its owner's until SETTLE. Owners are
+-- `GATEWAY.REQUEST`, values `when:number`; owners in `i.` have a name to come back by.
 local DRAWS_KEPT = 30 * 86400  -- seconds after the last draw of a scope
 local function number_of(scope, base, owner, flags, number)
   local OPEN = N .. 'open:' .. scope .. ':' .. base
+  local counted, again = flags:find('k', 1, true), flags:find('o', 1, true)
   local draw = C('HGET', OPEN, owner)
-  if not draw and flags:find('o', 1, true) then
+  if not draw and (counted or again) then
     local gateway, best, from = owner:match('^[^.]*'), nil, nil
     local open = C('HGETALL', OPEN)
     for j = 1, #open, 2 do
-      local other = open[j]:match('^[^.]*')
-      local rank = (open[j]:sub(1, 1) == '-' and '0' or other ~= gateway and '1' or '2') .. open[j + 1]
-      if other ~= 'i' and (not best or rank < best) then best, from, draw = rank, open[j], open[j + 1] end
+      local other, left = open[j]:match('^[^.]*'), open[j]:sub(1, 1) == '-'
+      local rank = (left and '0' or other ~= gateway and '1' or '2') .. open[j + 1]
+      if other ~= 'i' and (again or left) and (not best or rank < best) then
+        best, from, draw = rank, open[j], open[j + 1]
+      end
     end
     if from then C('HDEL', OPEN, from) end
   end
   if not draw then
-    if flags:find('k', 1, true) then
+    if counted then
       number = C('HINCRBY', N .. 'draws:' .. scope, base, 1) - 1
       C('EXPIRE', N .. 'draws:' .. scope, DRAWS_KEPT)
     end

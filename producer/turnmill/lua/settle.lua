@@ -1,5 +1,5 @@
 -- SETTLE: how an ask for a draw ended. ARGV: scope, base, owner, `delivered` (its answer is about to be given) or `left`
--- (nobody waits for it here any more: who asks again takes it; with an owner that has a name, that is its owner alone).
+-- (nobody waits for it here any more: who asks next takes it, or the owner itself if it has a name to come back by).
 -- Returns 1; or 0, nothing was done: the draw is somebody else's by now.
 local scope, base, owner, how = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local OPEN = N .. 'open:' .. scope .. ':' .. base
