@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -170,3 +171,9 @@ def test_what_is_refused_before_the_command_runs(on_farm: Any) -> None:
     for line in (("adhoc",), ("adhoc.alice",), ("--redis-url", "http://x", "run")):
         done = on_farm("exec", *line, "--", *HARNESS, "exit", "7", exits=2)
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_report_that_nobody_can_read_changes_no_code(farm: Farm) -> None:
+    line = ("-m", "turnmill", "exec", "--redis-url", farm.url, "run", "--", *HARNESS, "exit", "7")
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, *line], stderr=full, check=False).returncode == 7

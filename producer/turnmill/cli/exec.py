@@ -158,10 +158,9 @@ async def _report(attempt: str, key: str, as_json: bool) -> None:
         said = json.dumps(counts) if as_json else _said(counts)
     except (OSError, HTTPException, ValueError, TypeError, KeyError) as error:
         problem = str(error) if isinstance(error, OSError | HTTPException) else "no gateway answers"
-        text = f"turnmill: the attempt cannot be reported: {' '.join(problem.split())}"
-        err.print(text, markup=False, soft_wrap=True)
-        return
-    err.print(said, markup=False, soft_wrap=True)
+        said = f"turnmill: the attempt cannot be reported: {' '.join(problem.split())}"
+    with suppress(OSError):  # nobody reads it
+        err.print(said, markup=False, soft_wrap=True)
 
 
 def _counts(attempt: str, key: str) -> dict[str, Any]:
