@@ -110,6 +110,9 @@ class Keys:
     def spent(self, model: str) -> str:
         return f"{self.queue(model)}spent"
 
+    def tended(self, model: str) -> str:
+        return f"{self.queue(model)}tended"
+
     def seen(self, model: str) -> str:
         return f"{self.queue(model)}seen"
 

@@ -19,6 +19,9 @@ SOCKET_SECONDS = 30
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
+ADHOC = "adhoc"
+"""What is asked outside a run is asked in this lane; at a gateway with keys, in one for each key: `adhoc.KEY`."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -83,6 +86,11 @@ def check_name(name: str, what: str) -> str:
             f"{what} {name!r}: 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
         )
     return name
+
+
+def is_outside_runs(run: str) -> bool:
+    """Whether this name is for what is asked outside a run."""
+    return run == ADHOC or run.startswith(f"{ADHOC}.")
 
 
 def parse_duration(text: str) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from redis.asyncio import Redis
 from tests.processes import PATIENCE, until
 
 from turnmill.children import parent_death_signal
@@ -46,6 +47,12 @@ class GatewayProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+async def half_a_minute_later(redis: Redis, farm: Farm, held: list[bytes]) -> None:
+    """As if nobody had waited for these turns, which are held, for that long, and gateways had looked after it."""
+    await redis.zadd(farm.keys.held("sim"), dict.fromkeys(held, 1))
+    await redis.set(farm.keys.tended("sim"), 1)
 
 
 def chat(content: str = "Hello", **fields: Any) -> dict[str, Any]:

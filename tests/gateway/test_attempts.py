@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from tests.gateway.serving import Asking, GatewayProcess, chat, error_of
+from tests.gateway.serving import Asking, GatewayProcess, chat, error_of, half_a_minute_later
 from tests.processes import SimWorker, until_async
 
 from turnmill.queue import Queue
@@ -253,8 +253,7 @@ async def test_who_hangs_up_leaves_an_orphan_that_is_cancelled(
     await leave_waiting(asking(f"{base}/runs/run/v1"), chat("stuck"), lambda: running(2))
     held = await client.zrange(farm.keys.held("sim"), 0, -1)
     assert len(held) == 1
-    # Half a minute later:
-    await client.zadd(farm.keys.held("sim"), {held[0]: 1})
+    await half_a_minute_later(client, farm, held)
     await until_async(lambda: running(1), "the orphan is cancelled")
     assert (await counters(client, farm, "adhoc")).cancelled == 1
     assert (await counters(client, farm, "run")).cancelled == 0
@@ -293,6 +292,7 @@ async def test_a_cancelled_run_goes_on_with_a_new_attempt(
         assert error_of(response)["code"] == "cancelled"
         assert response.headers["x-should-retry"] == "false"
     assert await asking(attempt(base, "2")).content(chat("more")) == "more"
+    assert error_of(await first.post(chat("more")))["code"] == "cancelled", "its time is over"
 
 
 async def test_forgetting_a_run_forgets_its_attempts(

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from tests.gateway.serving import Asking, GatewayProcess, chat, error_of
 from tests.processes import SimWorker, ValkeyServer, until_async
 
+from turnmill.api_keys import ApiKeys
 from turnmill.settings import Farm
 
 Serve = Callable[..., GatewayProcess]
@@ -216,6 +217,28 @@ async def test_redis_goes_away(
     assert (await client.http.get(f"{base}/ready")).status_code == 200
 
 
+async def test_redis_is_away_for_a_moment(
+    serve: Serve, own_valkey: Callable[..., ValkeyServer], worker: WorkerFactory, asking: MakeAsking
+) -> None:
+    server = own_valkey()
+    farm = Farm(server.url, "own")
+    worker(farm=farm)
+    async with farm.connect() as redis:
+        key = await ApiKeys(redis, farm.keys).add("alice")
+    base = serve(farm=farm).url
+    clients = [asking(f"{base}{path}/v1", key) for path in ("", "/runs/run", "/runs/r/attempts/a")]
+    server.kill()
+    tasks = [asyncio.ensure_future(client.content(chat("while"))) for client in clients]
+
+    async def waiting() -> bool:
+        text = (await asking(base).http.get("/metrics")).text
+        return "turnmill_gateway_requests_under_way 4" in text
+
+    await until_async(waiting, "they wait")
+    server.start()
+    assert await asyncio.gather(*tasks) == ["while"] * 3
+
+
 async def test_metrics(serve: Serve, worker: WorkerFactory, asking: MakeAsking) -> None:
     worker()
     base = serve("--insecure").url
@@ -268,3 +291,13 @@ def test_sigterm_ends_it(serve: Serve) -> None:
     assert gateway.process.wait(20) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{gateway.url}/health")
+
+
+async def test_names_that_clients_choose_are_no_labels(serve: Serve, asking: MakeAsking) -> None:
+    base = serve().url
+    for prefix in ("", "/runs/v1", "/runs/v1/attempts/v1"):
+        refused = await asking(f"{base}{prefix}/v1").http.get("/models/v1/chosen")
+        assert refused.status_code == 401
+    text = (await asking(base).http.get("/metrics")).text
+    assert 'turnmill_gateway_requests_total{endpoint="/v1/models",status="401"} 3' in text
+    assert "chosen" not in text

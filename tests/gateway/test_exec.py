@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,3 +132,48 @@ def test_another_gateway_and_its_key(
     _, said = refused.communicate(timeout=60)
     assert refused.returncode == 1
     assert "the attempt cannot be reported" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n[]", "no gateway"),
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", "no gateway"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "more expected"),
+        (b"SSH-2.0-OpenSSH\r\n", "SSH"),
+    ],
+)
+def test_the_code_of_the_command_counts_whatever_is_behind_the_url(
+    on_farm: Any, sent: bytes, told: str
+) -> None:
+    def answer() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(sent)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        done = on_farm("exec", "--url", url, "run", "--", *HARNESS, "exit", "7", exits=7)
+    (line,) = done.stderr.splitlines()
+    assert told in line
+
+
+def test_an_address_that_is_none(on_farm: Any) -> None:
+    for url in ("http://127.0.0.1:port", "http://a b"):
+        done = on_farm("exec", "--url", url, "run", "--", *HARNESS, "exit", "7", exits=7)
+        (line,) = done.stderr.splitlines()
+        assert "the attempt cannot be reported" in line
+
+
+def test_what_is_refused_before_the_command_runs(on_farm: Any) -> None:
+    for line in (("adhoc",), ("adhoc.alice",), ("--redis-url", "http://x", "run")):
+        done = on_farm("exec", *line, "--", *HARNESS, "exit", "7", exits=2)
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_report_that_nobody_can_read_changes_no_code(farm: Farm) -> None:
+    line = ("-m", "turnmill", "exec", "--redis-url", farm.url, "run", "--", *HARNESS, "exit", "7")
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, *line], stderr=full, check=False).returncode == 7

@@ -128,6 +128,38 @@ async def test_a_run_belongs_to_its_first_key(
     assert (await asking(base, alice).http.get("/runs/mine/attempts/1")).json()["made"] == 1
 
 
+async def test_what_is_refused_makes_no_run_anybodys(
+    serve: Serve, worker: WorkerFactory, asking: MakeAsking, on_farm: Any, client: Redis, farm: Farm
+) -> None:
+    worker()
+    base = serve().url
+    alice = await make_key(on_farm, "alice")
+    bob = await make_key(on_farm, "bob", "--models", "other")
+    url = f"{base}/runs/mine/attempts/1"
+    assert (await asking(base, bob).http.get("/runs/mine/attempts/1")).json()["made"] == 0
+    assert (await asking(f"{url}/v1", bob).post(chat())).status_code == 404
+    assert not await client.exists(farm.keys.run("mine"))
+    assert await asking(f"{url}/v1", alice).content(chat()) == "Hello"
+    assert (await asking(base, bob).http.get("/runs/mine/attempts/1")).status_code == 403
+
+
+async def test_a_bound_counts_no_run_that_was_forgotten(
+    serve: Serve, worker: WorkerFactory, asking: MakeAsking, on_farm: Any, client: Redis, farm: Farm
+) -> None:
+    worker()
+    base = serve().url
+    key = await make_key(on_farm, "alice", "--max-queued", "1")
+    assert await asking(f"{base}/runs/mine/v1", key).content(chat()) == "Hello"
+    await asyncio.to_thread(on_farm, "forget", "mine", "--yes")
+    await client.hset(farm.keys.run("mine"), mapping={"owner": "bob", "total": 5})
+
+    async def answered() -> bool:
+        return (await asking(f"{base}/v1", key).post(chat())).status_code == 200
+
+    await until_async(answered, "there is room")
+    assert await client.smembers(farm.keys.runs_of("alice")) == {b"adhoc.alice"}
+
+
 async def test_draws_of_two_keys_are_never_merged(
     serve: Serve, worker: WorkerFactory, asking: MakeAsking, on_farm: Any
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import httpx
 from redis.asyncio import Redis
-from tests.gateway.serving import Asking, GatewayProcess, chat
+from tests.gateway.serving import Asking, GatewayProcess, chat, half_a_minute_later
 from tests.processes import SimWorker, until_async
 
 from turnmill.queue import Queue
@@ -85,7 +85,7 @@ async def test_what_a_killed_gateway_held_is_cancelled_by_another(
     one.kill()
     await asyncio.wait([task])
     (held,) = await client.zrange(farm.keys.held("sim"), 0, -1)
-    await client.zadd(farm.keys.held("sim"), {held: 1})  # half a minute later
+    await half_a_minute_later(client, farm, [held])
     serve("--insecure")
     await until_async(lambda: running(0), "another gateway has cancelled it")
     assert (await the_run(client, farm, "adhoc")).cancelled == 1

@@ -12,7 +12,7 @@ import psutil
 from benchmarks.load import ANSWER, Request, play, requests
 from benchmarks.trace import generated
 from redis.asyncio import Redis
-from tests.gateway.serving import Asking, GatewayProcess
+from tests.gateway.serving import Asking, GatewayProcess, half_a_minute_later
 from tests.processes import SimWorker, until, until_async
 
 from turnmill.gateway.server import bind, serving, url_of
@@ -87,7 +87,7 @@ async def test_a_load_at_its_own_pace_and_at_four_times(
 
     await until_async(noticed, "nobody waits any more, and what was abandoned is still held")
     held = await client.zrange(farm.keys.held("sim"), 0, -1)
-    await client.zadd(farm.keys.held("sim"), dict.fromkeys(held, 1))  # half a minute later
+    await half_a_minute_later(client, farm, held)
     await until_async(lambda: empty(client, farm), "the queue is empty, and nothing runs")
     assert await client.exists(farm.keys.held("sim")) == 0
 

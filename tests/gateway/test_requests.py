@@ -201,3 +201,12 @@ def test_log_probabilities_of_a_completion() -> None:
         "top_logprobs": [{" upon": -0.5}, {}],
         "text_offset": [0, 5],
     }
+
+
+def test_a_refusal_is_short_however_much_is_wrong() -> None:
+    many = refusal(messages=[{}] * 200_000)
+    assert many.message == "200000 values are wrong"
+    some = refusal(messages=[{}] * 200)
+    assert some.param == "messages"
+    for refused in (some, refusal(functions=["a" * 100_000]), refusal(**{"b" * 100_000: 1})):
+        assert len(refused.message) < 2100

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from redis.asyncio import Redis
-from tests.gateway.serving import Asking, GatewayProcess, chat
+from tests.gateway.serving import Asking, GatewayProcess, chat, half_a_minute_later
 from tests.processes import SimWorker, until_async
 
 from turnmill.gateway.server import bind
@@ -71,7 +71,7 @@ async def test_who_hangs_up_in_the_middle_is_noticed(
 
     await until_async(noticed, "the hang-up is counted")
     (held,) = await client.zrange(farm.keys.held("sim"), 0, -1)
-    await client.zadd(farm.keys.held("sim"), {held: 1})  # half a minute later
+    await half_a_minute_later(client, farm, [held])
 
     async def idle() -> bool:
         return (await Queue(client, farm.keys).depth("sim")).running == 0

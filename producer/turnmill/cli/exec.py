@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from turnmill.children import parent_death_signal
 from turnmill.cli.common import a_farm, err, execute, redis_options, with_options
 from turnmill.cli.serve import need_gateway
 from turnmill.errors import UsageError
-from turnmill.settings import check_name
+from turnmill.settings import check_name, is_outside_runs
 
 LOOPBACK = "127.0.0.1"
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -53,7 +54,8 @@ def exec_(
     store what it was answered before. `turnmill exec RUN -- COMMAND ...`; exits with the command's code."""
 
     async def work() -> int:
-        check_name(run, "run")
+        if is_outside_runs(check_name(run, "run")):
+            raise UsageError(f"run {run!r}: names of this form are for turns outside a run")
         async with _gateway(url, api_key, redis_url, namespace, data) as (base, key):
             attempt = f"{base}/runs/{run}/attempts/{secrets.token_hex(6)}"
             code = await _run(command, f"{attempt}/v1", key)
@@ -150,12 +152,15 @@ def _in_foreground() -> bool:
 
 
 async def _report(attempt: str, key: str, as_json: bool) -> None:
+    # Whatever --url leads to: the command has run, and its code counts.
     try:
         counts = await asyncio.to_thread(_counts, attempt, key)
-    except (OSError, ValueError) as error:
-        err.print(f"turnmill: the attempt cannot be reported: {error}", markup=False)
-        return
-    err.print(json.dumps(counts) if as_json else _said(counts), markup=False, soft_wrap=True)
+        said = json.dumps(counts) if as_json else _said(counts)
+    except (OSError, HTTPException, ValueError, TypeError, KeyError) as error:
+        problem = str(error) if isinstance(error, OSError | HTTPException) else "no gateway answers"
+        said = f"turnmill: the attempt cannot be reported: {' '.join(problem.split())}"
+    with suppress(OSError):  # nobody reads it
+        err.print(said, markup=False, soft_wrap=True)
 
 
 def _counts(attempt: str, key: str) -> dict[str, Any]:
@@ -163,8 +168,7 @@ def _counts(attempt: str, key: str) -> dict[str, Any]:
     proxies = urllib.request.ProxyHandler({} if f"//{LOOPBACK}:" in attempt else None)
     opener = urllib.request.build_opener(proxies)
     with opener.open(request, timeout=REPORT_SECONDS) as response:
-        counts = json.load(response)
-    assert isinstance(counts, dict)
+        counts: dict[str, Any] = json.load(response)
     return counts
 
 

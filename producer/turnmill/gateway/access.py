@@ -13,13 +13,11 @@ from turnmill.api_keys import ApiKey, ApiKeys
 from turnmill.errors import UsageError
 from turnmill.gateway.errors import ApiError, refused
 from turnmill.gateway.settings import GatewaySettings
-from turnmill.settings import check_name
+from turnmill.settings import ADHOC, check_name, is_outside_runs
 
 KNOWN_SECONDS = 5.0
 """For how long a key that was found is not looked up again: so long a revoked one may still ask."""
 LOOKUPS = 10_000
-LANE = "adhoc"
-"""What is asked outside a run is asked in lanes of these names, one for each key."""
 
 _BEARER = re.compile(r"bearer\s+(\S+)\s*", re.IGNORECASE)
 
@@ -40,7 +38,7 @@ class Asker:
         """The run that its turns are asked for."""
         if self.run:
             return self.run
-        return f"{LANE}.{self.key.name}" if self.key else LANE
+        return f"{ADHOC}.{self.key.name}" if self.key else ADHOC
 
     @property
     def scope(self) -> str:
@@ -87,7 +85,7 @@ class Access:
         return key
 
     async def enter(self, key: ApiKey | None, run: str | None, attempt: str | None) -> None:
-        """See that the key may ask in this run; its first key owns it."""
+        """See that the key may ask in this run."""
         try:
             for name, what in ((run, "run"), (attempt, "attempt")):
                 if name is not None:
@@ -96,23 +94,26 @@ class Access:
             raise refused(None, str(error), "bad_name") from None
         if run is None and attempt is not None:
             raise refused(None, f"attempt {attempt!r} of no run", "bad_name")
-        if run is not None and (run == LANE or run.startswith(f"{LANE}.")):
+        if run is not None and is_outside_runs(run):
             raise refused(None, f"run {run!r}: names of this form are for turns outside a run")
-        if key is None:
+        if key is not None and run is not None:
+            owner = await self._redis.hget(self._keys.run(run), "owner")  # type: ignore[misc]
+            _check_owner(run, owner, key)
+
+    async def own(self, asker: Asker) -> None:
+        """The asker's key asks for turns in this lane. A run is the first one's who does."""
+        key, lane = asker.key, asker.lane
+        if key is None or (key.name, lane) in self._owned:
             return
-        lane = run or f"{LANE}.{key.name}"
-        if (key.name, lane) in self._owned:
-            return
-        if run is not None:
-            owner = await self._owner(run, key)
-            if owner != key.name:
-                raise ApiError(403, f"run {run!r} belongs to another key", code="not_your_run")
+        if asker.run is not None:
+            where = self._keys.run(asker.run)
+            await self._redis.hsetnx(where, "owner", key.name)  # type: ignore[misc]
+            _check_owner(asker.run, await self._redis.hget(where, "owner"), key)  # type: ignore[misc]
         await self._redis.sadd(self._keys.runs_of(key.name), lane)  # type: ignore[misc]
-        if run is None:  # a run may be forgotten, and be somebody else's then
+        if asker.run is None:  # a run may be forgotten, and be somebody else's then
             self._owned.add((key.name, lane))
 
-    async def _owner(self, run: str, key: ApiKey) -> str:
-        where = self._keys.run(run)
-        await self._redis.hsetnx(where, "owner", key.name)  # type: ignore[misc]
-        owner = await self._redis.hget(where, "owner")  # type: ignore[misc]
-        return owner.decode() if owner else ""
+
+def _check_owner(run: str, owner: bytes | None, key: ApiKey) -> None:
+    if owner is not None and owner.decode() != key.name:
+        raise ApiError(403, f"run {run!r} belongs to another key", code="not_your_run")

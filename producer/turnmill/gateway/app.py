@@ -44,10 +44,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def make_app(settings: GatewaySettings) -> FastAPI:
     """The application of one gateway. Raises UsageError for a Redis URL that is none."""
+    gateway = Gateway(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with Gateway(settings) as gateway:
+        async with gateway:
             app.state.gateway = gateway
             yield
 

@@ -63,8 +63,8 @@ class Attempts:
         if started is None:
             started = await self._begin(named)
             remember(self._started, named, started)
-        stopped = await self._redis.hget(self._keys.run(asker.run), "stopped")  # type: ignore[misc]
-        if stopped is not None and int(float(stopped)) > started:
+        over = await self._redis.hget(self._keys.run(asker.run), "cancelled_at")  # type: ignore[misc]
+        if over is not None and int(float(over)) > started:
             text = f"run {asker.run!r} was cancelled: a new attempt goes on"
             raise ApiError(400, text, code="cancelled", retry=False)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnmill.gateway.gateway import Gateway
+
+_OF_OPENAI = re.compile(r"(?:/runs/[^/]*(?:/attempts/[^/]*)?)?/v1/(.*)", re.DOTALL)
+"""Names of runs, attempts and models are the client's, and may be `v1`."""
 
 
 class Counting:
@@ -41,7 +45,7 @@ def _endpoint(path: str, status: int) -> str:
     """A bounded number of names, whatever is asked."""
     if status in (404, 405):
         return "other"
-    _, v1, tail = path.rpartition("/v1/")
-    if v1:
+    if of_openai := _OF_OPENAI.fullmatch(path):
+        tail = of_openai[1]
         return "/v1/models" if tail.startswith("models") else f"/v1/{tail}"
     return "/runs" if path.startswith("/runs/") else path

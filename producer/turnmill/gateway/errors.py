@@ -22,6 +22,8 @@ from turnmill.reply import Failure, FailureKind
 
 RETRY_SECONDS = 5
 """What `Retry-After` says: a queue that is full, and a Redis that is away, change in seconds, not at once."""
+LONGEST_MESSAGE = 2000
+"""Characters."""
 
 _TYPES = {
     400: "invalid_request_error",
@@ -61,6 +63,8 @@ class ApiError(Exception):
         param: str | None = None,
         retry: bool | None = None,
     ) -> None:
+        if len(message) > LONGEST_MESSAGE:  # it quotes what was sent
+            message = f"{message[:LONGEST_MESSAGE]} ..."
         self.status, self.message, self.code, self.param = status, message, code, param
         self.retry = retry
         super().__init__(message)

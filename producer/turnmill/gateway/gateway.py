@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Self
+from collections.abc import Awaitable, Callable
+from typing import Any, Self, TypeVar
 
 from redis.exceptions import RedisError
 from starlette.requests import ClientDisconnect, Request
 
+from turnmill.api_keys import ApiKey
 from turnmill.errors import TurnmillError
+from turnmill.faults import patiently
 from turnmill.gateway.access import Access, Asker
 from turnmill.gateway.answers import Answers
 from turnmill.gateway.attempts import AttemptReport, Attempts
@@ -26,6 +29,8 @@ from turnmill.tasks import end_tasks
 
 READY_SECONDS = 2.0
 """How long Redis may take to answer a gateway that calls itself ready."""
+
+Result = TypeVar("Result")
 
 
 class Gateway:
@@ -63,20 +68,34 @@ class Gateway:
     async def asker(self, request: Request) -> Asker:
         """Who asks, and in which attempt of which run: by the URL, else by headers."""
         headers, path = request.headers, request.path_params
-        key = await self.access.key_of(headers.get("authorization"))
         run = path.get("run") or headers.get("x-turnmill-run")
         attempt = path.get("attempt") or headers.get("x-turnmill-attempt")
-        await self.access.enter(key, run, attempt)
+
+        async def enter() -> ApiKey | None:
+            key = await self.access.key_of(headers.get("authorization"))
+            await self.access.enter(key, run, attempt)
+            return key
+
+        key = await self._patiently(enter, "finding who asks")
         retries = headers.get("x-stainless-retry-count", "")
         again = retries.isascii() and retries.isdecimal() and retries.strip("0") != ""
         return Asker(key, run, attempt, headers.get("idempotency-key"), again)
 
     async def admit(self, question: Question, asker: Asker) -> None:
         """See that the question may be asked now. Raises ApiError."""
-        # A run waits for workers that were killed, as all runs do.
-        await self.served.check(question.model, asker.key, may_wait=asker.run is not None)
-        await self.attempts.enter(asker)
-        await self.served.make_room(question.model, asker.key, len(question.turns))
+
+        async def admit() -> None:
+            # A run waits for workers that were killed, as all runs do.
+            await self.served.check(question.model, asker.key, may_wait=asker.run is not None)
+            await self.served.make_room(question.model, asker.key, len(question.turns))
+            await self.access.own(asker)  # what is refused makes no run anybody's
+            await self.attempts.enter(asker)
+
+        await self._patiently(admit, "admitting a request")
+
+    async def _patiently(self, work: Callable[[], Awaitable[Result]], doing: str) -> Result:
+        """A Redis that is away for a moment costs time, and no request."""
+        return await patiently(work, patience=self.settings.patience, doing=doing)
 
     async def body(self, request: Request) -> bytes:
         """The body of a request, if it is not too large. Raises ApiError, and HungUp."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections import Counter
 
 from redis.asyncio import Redis
@@ -35,6 +37,7 @@ class Holds:
         self._queue = Queue(redis, settings.farm.keys)
         self._store = Store(redis, settings.farm.keys)
         self._held: Counter[Held] = Counter()
+        self._renewed, self._lapsed = time.monotonic(), -math.inf
 
     async def hold(self, held: Held) -> None:
         """Somebody here waits for this turn from now on."""
@@ -56,6 +59,12 @@ class Holds:
         if self._held[held] <= 0:
             del self._held[held]
 
+    def lapsed(self, since: float) -> bool:
+        """Whether holds may have ended since then (`time.monotonic`) although somebody waited here, because this process or
+        Redis stood still."""
+        self._notice()
+        return self._lapsed >= since
+
     async def spent(self, held: Held) -> None:
         """The turn has ended, and all who wait for it hear so."""
         model, hash, lane = held
@@ -65,10 +74,17 @@ class Holds:
         """Renew what is held here, and see to what is held by nobody; runs until it is cancelled."""
         while True:
             await asyncio.sleep(self._settings.orphan / 3)
+            self._notice()
             try:
                 await self._round()
+                self._renewed = time.monotonic()
             except (RedisError, OSError, TurnmillError) as error:
                 log.warning("turns outside a run cannot be seen to now: %s", error)
+
+    def _notice(self) -> None:
+        now = time.monotonic()
+        if now - self._renewed > self._settings.orphan * 2 / 3:
+            self._lapsed = now
 
     async def _round(self) -> None:
         by_model: dict[str, list[tuple[str, str]]] = {m: [] for m in await self._store.models()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from redis.asyncio import Redis
 from turnmill.client import Client
 from turnmill.draws import any_draw, nth_draw
 from turnmill.errors import OtherDraw
+from turnmill.faults import patiently
 from turnmill.gateway.access import Asker
 from turnmill.gateway.attempts import Attempts, Guesses
 from turnmill.gateway.background import Background
@@ -82,6 +84,7 @@ class Placed:
         self._stream = False
         self._draw: Draw | None = None
         self._held: Held | None = None
+        self._held_at = 0.0
         self._ended = False
         self._end: float | None = None
         if desk.settings.deadline is not None:
@@ -135,10 +138,15 @@ class Placed:
             except OtherDraw:  # somebody's guess had the same hash, was wrong, and is gone now
                 continue
 
+    async def _ask_again(self) -> None:
+        """The same turn, which was cancelled though we wait for it."""
+        await self._submit(self.turn)
+
     async def _submit(self, turn: Turn, draw: Draw | None = None) -> None:
         self._release()
         if self._asker.run is None:
             held = (turn.model, turn.hash, self._asker.lane)
+            self._held_at = time.monotonic()
             await self._desk.holds.hold(held)
             self._held = held
         self.turn = turn
@@ -182,19 +190,25 @@ class Placed:
     async def reply(self) -> Reply:
         """Ask, and wait for the reply. Raises ApiError for a turn that failed."""
         await self._ask()
-        return self._judged(await self._in_time(self._wait()))
+        while self._orphaned(ending := await self._in_time(self._wait())):
+            await self._ask_again()
+        return self._judged(ending)
 
     async def growing(self) -> AsyncIterator[Delta | Reply]:
         """Ask; then pieces of the answer's text, and the reply. The answer is delivered with the first of them. Raises
         ApiError for a turn that failed."""
         self._stream = True
+        ask = self._ask
         while True:
-            await self._ask()
-            delivered = False
+            await ask()
+            ask, delivered = self._ask, False
             items = self._client.stream(self.turn, going=self._going)
             async with aclosing(items):
                 while True:
                     item = await self._in_time(anext(items))
+                    if not delivered and self._orphaned(item):
+                        ask = self._ask_again
+                        break
                     heard = item if isinstance(item, Delta) else self._judged(item)
                     if not delivered and not (delivered := await self.deliver()):
                         break
@@ -209,10 +223,24 @@ class Placed:
         if self._draw is None:
             return True
         draw, self._draw = self._draw, None
-        if await self._queue.settle(draw, delivered=True) or self._asker.idempotency is not None:
+        settled = await patiently(
+            lambda: self._queue.settle(draw, delivered=True),
+            patience=self._desk.settings.patience,
+            doing="noting that an answer is given",
+        )
+        if settled or self._asker.idempotency is not None:
             return True
         self._again = False
         return False
+
+    def _orphaned(self, item: Delta | Ending) -> bool:
+        """Whether the turn was cancelled only because others thought that nobody waits here."""
+        return (
+            isinstance(item, Failure)
+            and item.kind == "cancelled"
+            and self._held is not None
+            and self._desk.holds.lapsed(self._held_at)
+        )
 
     def _judged(self, ending: Ending) -> Reply:
         self._ended = True

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from turnmill.errors import BadTurn
 from turnmill.gateway.errors import refused
-from turnmill.turn import Message, Sampling, Tool, Turn, explain
+from turnmill.turn import Message, Sampling, Tool, Turn, explain, first_field
 
 MOST_CHOICES = 128
 
@@ -172,8 +172,7 @@ def _read(kind: type[Request], fields: dict[str, Any]) -> Request:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        where = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise refused(str(where["loc"][0]) if where["loc"] else None, explain(error)) from None
+        raise refused(first_field(error), explain(error)) from None
 
 
 def _check_unknown(kind: type[_Request], fields: dict[str, Any]) -> None:

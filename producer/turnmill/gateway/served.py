@@ -13,6 +13,7 @@ from turnmill.api_keys import ApiKey
 from turnmill.gateway.errors import ApiError
 from turnmill.gateway.settings import GatewaySettings
 from turnmill.queue import Queue
+from turnmill.settings import is_outside_runs
 from turnmill.store import Store, WorkerInfo
 
 LOOK_SECONDS = 1.0
@@ -94,10 +95,15 @@ class Served:
         runs = [run.decode() for run in raw]
         pipe = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipe.hmget(self._keys.run(run), ["total", "done", "failed", "cancelled"])
-        count = 0
-        for total, *ended in await pipe.execute():
-            count += int(total or 0) - sum(int(one or 0) for one in ended)
+            pipe.hmget(self._keys.run(run), ["owner", "total", "done", "failed", "cancelled"])
+        count, gone = 0, []
+        for run, (owner, total, *ended) in zip(runs, await pipe.execute(), strict=True):
+            if owner != name.encode() and not is_outside_runs(run):  # it was forgotten
+                gone.append(run)
+            else:
+                count += int(total or 0) - sum(int(one or 0) for one in ended)
+        if gone:
+            await self._redis.srem(self._keys.runs_of(name), *gone)  # type: ignore[misc]
         return count
 
     async def _open_of_model(self, model: str) -> int:

@@ -1,6 +1,7 @@
 -- CANCEL: a run leaves turns of one model. ARGV: run, then hashes; no hashes: all of the run's turns.
 -- The whole of a run is only marked here, and its hints are gone at once; RENEW clears the turns piecemeal.
--- A producer that drives the run sees `stopped`, and ends. Returns how many turns were left or marked.
+-- A producer that drives the run sees `stopped`, which the next one removes, and ends; attempts that began before
+-- `cancelled_at` are over. Returns how many turns were left or marked.
 local run = ARGV[1]
 if #ARGV > 1 then
   local left = 0
@@ -9,7 +10,7 @@ if #ARGV > 1 then
   end
   return left
 end
-C('HSET', run_key(run), 'stopped', now)
+C('HSET', run_key(run), 'stopped', now, 'cancelled_at', now)
 local TURNS, SWEEP = Q .. 'turns:' .. run, Q .. 'sweep:' .. run
 local marked = C('SCARD', TURNS)
 if marked > 0 then

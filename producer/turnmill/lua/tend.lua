@@ -7,7 +7,13 @@ local patience, keep = tonumber(ARGV[1]), tonumber(ARGV[2])
 if not redis.acl_check_cmd('DEL', reply_key('')) then
   return redis.error_reply('NOPERM this user may not drop replies')
 end
-local HELD, SPENT = Q .. 'held', Q .. 'spent'
+local HELD, SPENT, TENDED = Q .. 'held', Q .. 'spent', Q .. 'tended'
+-- Since when this is called again and again. If it was not for a while, nobody could say that he waits (Redis stood still,
+-- or was away): nothing is cancelled until all have had the time to say so.
+local unbroken = math.floor(patience / 2)
+C('SET', TENDED, now, 'NX')
+C('PEXPIRE', TENDED, unbroken)
+local heard = now - C('GET', TENDED) >= unbroken
 
 for i = 3, #ARGV, 3 do
   local turn, held = ARGV[i] .. ARGV[i + 1], ARGV[i + 2] == 'held'
@@ -24,10 +30,10 @@ local function each_older_than(age, key, do_it)
   return #turns
 end
 
-local cancelled = each_older_than(patience, HELD, function(h, lane)
+local cancelled = heard and each_older_than(patience, HELD, function(h, lane)
   leave(h, lane, 'cancelled')
   C('ZADD', SPENT, now, h .. lane)
-end)
+end) or 0
 
 local gone = each_older_than(keep, SPENT, function(h, lane)
   if not ended(h) and C('HEXISTS', waiters_key(h), lane) == 1 then return end  -- it is waited for again
