@@ -14,7 +14,10 @@ from turnmill.scaffolds.base import Scaffold
 from turnmill.turn import explain
 
 GROUP = "turnmill.scaffolds"
-OWN = {"multi_turn_chat": "turnmill.scaffolds.multi_turn_chat:multi_turn_chat"}
+OWN = {
+    "multi_turn_chat": "turnmill.scaffolds.multi_turn_chat:multi_turn_chat",
+    "vanillux": "turnmill.scaffolds.vanillux:vanillux",
+}
 
 
 def names() -> list[str]:
