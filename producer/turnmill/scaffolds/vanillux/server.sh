@@ -16,6 +16,7 @@ LC_ALL=C # so that BYTES are bytes
 exec 3<&0 4>&1 < /dev/null > /dev/null 2>&1
 cd -- "$work" || exit
 set -m # each command is a process group
+trap : PIPE # when nobody reads any more, there is still something to do at the end
 [ -z "$root" ] || export TURNMILL_SANDBOX=$root
 
 cat > "$folder/shell" <<'END'
