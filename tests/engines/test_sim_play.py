@@ -49,6 +49,15 @@ async def test_a_conversation_is_played(tmp_path: Path):
     assert (last.finish, last.message["content"]) == ("length", "Ask")
 
 
+async def test_arguments_that_are_no_json_are_played_as_they_are(tmp_path: Path):
+    call = {"name": "weather", "arguments": '{"city": '}
+    engine = playing(
+        tmp_path / "play.jsonl", {"users": ["Hi"], "answers": [{"tool_calls": [call]}]}
+    )
+    answer = await ask(engine, turn("Hi", tools=TOOLS))
+    assert answer.message["tool_calls"][0]["function"]["arguments"] == '{"city": '
+
+
 @pytest.mark.parametrize(
     ("history", "tools", "says"),
     [

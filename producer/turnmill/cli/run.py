@@ -59,6 +59,11 @@ _sampling_options = [
     help="An option of the scaffold. May be given several times.",
 )
 @click.option(
+    "--unsafe-local",
+    is_flag=True,
+    help="Where there is no sandbox, let a model's commands do all that you may.",
+)
+@click.option(
     "--limit", type=click.IntRange(min=1), help="Only the first N conversations, after shuffling."
 )
 @click.option("--shuffle", type=int, metavar="SEED", help="In another order, the same for a SEED.")
@@ -111,6 +116,7 @@ _sampling_options = [
 def run(
     file: str,
     options: tuple[str, ...],
+    unsafe_local: bool,
     name: str,
     out: Path | None,
     again: tuple[Again, ...],
@@ -125,12 +131,13 @@ def run(
 ) -> None:
     """Drive the conversations of FILE; run again, go on where it stopped.
 
-    FILE has a conversation a line, or MT-Bench's or Multi-IF's; a name that ends in .csv is Multi-IF's table; - is standard input. Other scaffolds read other files. Without a Redis, an embedded
-    server and one worker are started; arguments after -- go to that worker's engine.
+    FILE has a conversation a line, or MT-Bench's or Multi-IF's; a name that ends in .csv is Multi-IF's table; - is standard
+    input. Other scaffolds read other files. Without a Redis, an embedded server and one worker are started; arguments after
+    -- go to that worker's engine.
     """
 
     def prepare() -> Work:
-        spec = _spec(file, options, given)
+        spec = _spec(file, _scaffold_options(options, unsafe_local), given)
         planned = plan(name, spec, out or Path("runs") / name, Attempt(again, extend, allow_mixed))
         say_left_out(planned)
         if redis_url and (spec.engine or spec.slots or spec.engine_arguments):
@@ -154,7 +161,7 @@ def run(
     execute(prepare)
 
 
-def _spec(file: str, options: tuple[str, ...], given: dict[str, Any]) -> RunSpec:
+def _spec(file: str, options: dict[str, str], given: dict[str, Any]) -> RunSpec:
     """What was typed. Raises UsageError."""
     # `--seed` is the run's, from which draws get theirs.
     sampling = {
@@ -164,7 +171,7 @@ def _spec(file: str, options: tuple[str, ...], given: dict[str, Any]) -> RunSpec
     given["engine_arguments"] = list(given["engine_arguments"])
     try:
         return RunSpec.model_validate(
-            {"data": file, "set": _scaffold_options(options), "sampling": sampling, **given}
+            {"data": file, "set": options, "sampling": sampling, **given}
         )
     except ValidationError as error:
         raise UsageError("; ".join(problems(error))) from None
@@ -199,8 +206,8 @@ def _report(end: RunEnd, folder: Path, as_json: bool) -> int:
     return 0
 
 
-def _scaffold_options(given: tuple[str, ...]) -> dict[str, str]:
-    options: dict[str, str] = {}
+def _scaffold_options(given: tuple[str, ...], unsafe_local: bool) -> dict[str, str]:
+    options: dict[str, str] = {"unsafe_local": "true"} if unsafe_local else {}
     for text in given:
         name, there, value = text.partition("=")
         if not there or not name:

@@ -18,6 +18,7 @@ OWN = {
     "bfcl_multi_turn": "turnmill.scaffolds.bfcl.multi_turn:bfcl_multi_turn",
     "multi_turn_chat": "turnmill.scaffolds.multi_turn_chat:multi_turn_chat",
     "stirrup": "turnmill.scaffolds.stirrup:stirrup",
+    "vanillux": "turnmill.scaffolds.vanillux:vanillux",
 }
 
 
