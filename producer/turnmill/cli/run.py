@@ -170,9 +170,7 @@ def _spec(file: str, options: dict[str, str], given: dict[str, Any]) -> RunSpec:
     sampling["stop"] = list(sampling["stop"]) or None
     given["engine_arguments"] = list(given["engine_arguments"])
     try:
-        return RunSpec.model_validate(
-            {"data": file, "set": options, "sampling": sampling, **given}
-        )
+        return RunSpec.model_validate({"data": file, "set": options, "sampling": sampling, **given})
     except ValidationError as error:
         raise UsageError("; ".join(problems(error))) from None
 
