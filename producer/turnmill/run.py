@@ -19,7 +19,7 @@ from turnmill.asking import Asking
 from turnmill.client import Client
 from turnmill.converse import Stopped, converse, open_session
 from turnmill.engines_met import EnginesMet
-from turnmill.errors import TurnFailed
+from turnmill.errors import EngineChanged, TurnFailed
 from turnmill.faults import patiently
 from turnmill.holdings import Holdings
 from turnmill.journal import Journal
@@ -102,7 +102,8 @@ class Run:
         self._journal = Journal(client, settings.name)
         self._asking = Asking(client, settings.again)
         self._engines = EnginesMet(client.store.redis, client.farm.keys, settings.name)
-        self._met_some = self._withdrawn = False
+        self._met_some = False
+        self._changed: EngineChanged | None = None
         self.progress = Progress(total=len(items) * settings.epochs)
         self._results: dict[tuple[str, int], ConversationResult] = {}
         self._stopping = self._cancelled = False
@@ -148,7 +149,7 @@ class Run:
         refresher.add_done_callback(ended.put_nowait)
         try:
             while True:
-                while len(tasks) < self._at_once() and not (self._stopping or self._cancelled):
+                while len(tasks) < self._at_once() and not self._is_over:
                     one = next(waiting, None)
                     if one is None:
                         break
@@ -164,7 +165,15 @@ class Run:
         finally:
             await end_tasks([*tasks, refresher])
             await self._asking.close()
+        # What it had asked may be gone sooner than the look that found another engine is over.
+        if self._changed is not None:
+            raise self._changed
         return await self._finish()
+
+    @property
+    def _is_over(self) -> bool:
+        """No conversation begins any more."""
+        return self._stopping or self._cancelled or self._changed is not None
 
     def _in_order(self) -> Iterator[tuple[Item, int]]:
         """The epochs of an item one after the other: its prompt is in the engine's cache then."""
@@ -206,7 +215,7 @@ class Run:
             self._ended(conversed.result)
 
     def _check_going(self) -> None:
-        if self._stopping:
+        if self._stopping or self._changed is not None:
             raise Stopped
 
     def _ended(self, result: ConversationResult) -> None:
@@ -237,7 +246,7 @@ class Run:
         else:
             self.progress.stored += 1
         if isinstance(asked.ending, Failure):
-            if self._withdrawn and asked.ending.kind == "cancelled":
+            if self._changed is not None and asked.ending.kind == "cancelled":
                 raise Stopped
             if (
                 asked.ending.kind == "cancelled" and not self._cancelled
@@ -287,7 +296,7 @@ class Run:
             if changed is not None:
                 if await self._is_all_stored():
                     return
-                self._withdrawn = True
+                self._changed = changed
                 await self._client.cancel(self._client.waiting)
                 raise changed
         self._met_some = True
