@@ -1,4 +1,4 @@
-"""Which seeds turns have with SGLang. What its draws make of them is seen in sglang_life.py."""
+"""Which seeds turns have with SGLang."""
 
 from __future__ import annotations
 
