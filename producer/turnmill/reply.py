@@ -73,6 +73,8 @@ class EngineIdentity(_Record):
     revision: str | None = None
     dtype: str | None = None
     template_digest: str | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
     def __str__(self) -> str:
         """In one line: `sglang 0.5.23, Qwen/Qwen3-8B, revision 9a2f, bfloat16, template 5b3c01d2`."""
@@ -83,6 +85,10 @@ class EngineIdentity(_Record):
             parts.append(self.dtype)
         if self.template_digest:
             parts.append(f"template {self.template_digest[:12]}")
+        if self.tool_parser:
+            parts.append(f"tool calls by {self.tool_parser}")
+        if self.reasoning_parser:
+            parts.append(f"reasoning by {self.reasoning_parser}")
         return ", ".join(parts)
 
     @cached_property

@@ -416,6 +416,7 @@ def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) ->
     sglang = {
         "--allow-auto-truncate",
         "--dp-size",
+        "--enable-deterministic-inference",
         "--mem-fraction-static",
         "--node-rank",
         "--reasoning-parser",
@@ -424,6 +425,7 @@ def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) ->
         "--tp-size",
     }
     vllm = {
+        "--enable-auto-tool-choice",
         "--data-parallel-size",
         "--grpc",
         "--headless",
@@ -431,6 +433,7 @@ def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) ->
         "--max-num-seqs",
         "--scheduling-policy",
         "--skip-tokenizer-init",
+        "--reasoning-parser",
         "--tool-call-parser",
     }
     others = {"--scale", "--detach", "--array"}

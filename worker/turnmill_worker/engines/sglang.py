@@ -50,6 +50,8 @@ from turnmill_worker.engines.kept import can_be_told, can_go_on
 from turnmill_worker.engines.loop_thread import LoopThread
 from turnmill_worker.engines.room import Room, met, room
 from turnmill_worker.engines.sglang_growing import GoingOn, Grown, remembers_nothing
+from turnmill_worker.engines.sglang_parsers import complete_parsers
+from turnmill_worker.engines.sglang_seeds import Seeds
 
 T = TypeVar("T")
 
@@ -103,11 +105,13 @@ class SGLangEngine:
                 self._forget_signal()
                 raise
         self._manager = self._engine.tokenizer_manager
+        complete_parsers(arguments, self._manager)
         self._chat = self._manager.serving_chat_class(self._manager, self._engine.template_manager)
         self._completions = _completions(self._manager, self._engine.template_manager)
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="sglang-chat")
         self._identity = self._identify()
         self._context, self._max_prompt = self._limits()
+        self._seeds = Seeds(used=arguments.enable_deterministic_inference)
         self._going_on = GoingOn(self._manager, self._end_of_reasoning())
 
     def start(self) -> None:
@@ -182,6 +186,8 @@ class SGLangEngine:
             revision=self._engine.server_args.revision,
             dtype=str(model.dtype).removeprefix("torch."),
             template_digest=hashlib.sha256(self._template().encode()).hexdigest(),
+            tool_parser=self._chat.tool_call_parser or None,
+            reasoning_parser=self._chat.reasoning_parser or None,
         )
 
     def _template(self) -> str:
@@ -302,6 +308,7 @@ class SGLangEngine:
             request, body = serving._convert_to_internal_request(body)
             if turn.prompt is not None:
                 request.input_ids, request.text = self._prompt_of(request), None
+            self._seeds.settle(turn, request.sampling_params)
         except ValidationError as error:
             raise InvalidRequest(explain(error)) from None
         except (EngineError, MemoryError, RuntimeError):

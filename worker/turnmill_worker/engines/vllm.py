@@ -81,7 +81,7 @@ class VLLMEngine:
         for serving in (self._chat, self._completions):
             serving.engine_client = Client(serving.engine_client)
             serving.online_renderer = Renderer(serving.online_renderer)
-        self._identity = self._identify()
+        self._identity = self._identify(parsed)
         self._thread.run(loop)
         # It ends with the engine, and whoever waits for the engine would be told by it.
         self._thread.call_soon(
@@ -122,7 +122,7 @@ class VLLMEngine:
         """Requests that the engine has taken and not given back yet, all ranks and queues counted."""
         return 0 if self._dead else int(self._client.get_num_unfinished_requests())
 
-    def _identify(self) -> EngineIdentity:
+    def _identify(self, parsed: Any) -> EngineIdentity:
         model = self._client.model_config
         return EngineIdentity(
             engine="vllm",
@@ -131,6 +131,8 @@ class VLLMEngine:
             revision=model.revision,
             dtype=str(model.dtype).removeprefix("torch."),
             template_digest=hashlib.sha256(self._template().encode()).hexdigest(),
+            tool_parser=parsed.tool_call_parser if parsed.enable_auto_tool_choice else None,
+            reasoning_parser=parsed.structured_outputs_config.reasoning_parser or None,
         )
 
     def _template(self) -> str:

@@ -13,6 +13,7 @@ from turnmill.errors import UsageError
 from turnmill_worker.engines.arguments import first_line, last_line
 from turnmill_worker.engines.base import EngineDied, EngineSettings
 from turnmill_worker.engines.vllm_child import WORKER
+from turnmill_worker.engines.vllm_parsers import choose_parsers
 
 _REFUSED = {
     "headless": "a worker holds the engine's first node; start the others with `vllm serve --headless`",
@@ -76,6 +77,7 @@ async def launch(parsed: Any) -> Launched:
 
     os.environ[WORKER] = str(os.getpid())
     try:
+        choose_parsers(parsed)
         engine_arguments = AsyncEngineArgs.from_cli_args(parsed)
         # What is not said is as in its server: some of its defaults depend on who asks.
         config = engine_arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
