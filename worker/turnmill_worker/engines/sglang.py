@@ -33,6 +33,7 @@ from pydantic import ValidationError
 from turnmill.errors import UsageError
 from turnmill.reply import EngineIdentity, Usage
 from turnmill.turn import Turn, explain
+from turnmill_worker.engines.adapters import adapter_of
 from turnmill_worker.engines.arguments import first_line, last_line
 from turnmill_worker.engines.base import (
     Answer,
@@ -110,6 +111,8 @@ class SGLangEngine:
         self._completions = _completions(self._manager, self._engine.template_manager)
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="sglang-chat")
         self._identity = self._identify()
+        loaded = self._manager.lora_ref_cache
+        self.adapters = {name: str(adapter.lora_path) for name, adapter in loaded.items()}
         self._context, self._max_prompt = self._limits()
         self._seeds = Seeds(used=arguments.enable_deterministic_inference)
         self._going_on = GoingOn(self._manager, self._end_of_reasoning())
@@ -291,6 +294,7 @@ class SGLangEngine:
         fields = turn.model_dump(
             exclude_none=True, exclude={"model", "revision", "sampling", "sample"}
         )
+        fields["lora_path"] = adapter_of(turn, self)  # its name: SGLang knows where it came from
         # max_tokens is left to us: SGLang would refuse one that is larger than the context.
         fields |= turn.sampling.model_dump(exclude_none=True, exclude={"max_tokens"})
         serving, kind = self._chat, ChatCompletionRequest
@@ -301,7 +305,7 @@ class SGLangEngine:
             if fields.pop("logprobs", False):
                 fields["logprobs"] = top
         try:
-            # Its own name for the model: in any other, what follows a colon is a LoRA adapter.
+            # Its own name for the model: any other it takes apart, and what follows a colon is an adapter to it.
             body = kind(model=self._manager.served_model_name, rid=rid, **fields)
             if refusal := serving._validate_request(body):
                 raise InvalidRequest(refusal)

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from turnmill.reply import EngineIdentity, Usage
 from turnmill.turn import Turn
+from turnmill_worker.engines.adapters import adapter_of
 from turnmill_worker.engines.base import (
     Answer,
     Capacity,
@@ -82,6 +83,8 @@ class VLLMEngine:
             serving.engine_client = Client(serving.engine_client)
             serving.online_renderer = Renderer(serving.online_renderer)
         self._identity = self._identify(parsed)
+        requests = self._chat.models.lora_requests
+        self.adapters = {name: str(request.lora_path) for name, request in requests.items()}
         self._thread.run(loop)
         # It ends with the engine, and whoever waits for the engine would be told by it.
         self._thread.call_soon(
@@ -183,6 +186,8 @@ class VLLMEngine:
         # max_tokens is left to us: vLLM would refuse one that is larger than the context.
         fields |= turn.sampling.model_dump(exclude_none=True, exclude={"max_tokens"})
         fields["priority"] = -progress.priority  # to vLLM the smaller is the first
+        # To vLLM an adapter is a model by its own name.
+        fields["model"] = adapter_of(turn, self) or self._chat.models.model_name()
         serve, kind = self._chat.create_chat_completion, ChatCompletionRequest
         if turn.prompt is not None:
             serve, kind = self._completions.create_completion, CompletionRequest
@@ -191,9 +196,7 @@ class VLLMEngine:
             if fields.pop("logprobs", False):
                 fields["logprobs"] = top
         try:
-            return serve, unbounded(kind)(
-                model=self._chat.models.model_name(), request_id=rid, **fields
-            )
+            return serve, unbounded(kind)(request_id=rid, **fields)
         except ValidationError as error:
             raise InvalidRequest(_explain(error)) from None
         except Exception as error:
