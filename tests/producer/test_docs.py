@@ -416,6 +416,8 @@ def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) ->
     sglang = {
         "--allow-auto-truncate",
         "--dp-size",
+        "--lora-paths",
+        "--max-loras-per-batch",
         "--mem-fraction-static",
         "--node-rank",
         "--reasoning-parser",
@@ -425,9 +427,11 @@ def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) ->
     }
     vllm = {
         "--data-parallel-size",
+        "--enable-lora",
         "--grpc",
         "--headless",
         "--lora-modules",
+        "--max-loras",
         "--max-num-seqs",
         "--scheduling-policy",
         "--skip-tokenizer-init",
