@@ -13,7 +13,6 @@ import pytest
 
 from turnmill.settings import Farm
 
-
 ROOT = str(Path(__file__).parents[2])
 
 
