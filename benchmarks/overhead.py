@@ -28,7 +28,8 @@ from turnmill.budget import FailureBudget
 from turnmill.client import Client
 from turnmill.conversations import Conversation
 from turnmill.output import RunFiles
-from turnmill.run import Run, RunSettings
+from turnmill.run import Run
+from turnmill.run_settings import RunSettings
 from turnmill.scaffolds.multi_turn_chat import multi_turn_chat
 from turnmill.settings import Farm
 from turnmill.turn import Message

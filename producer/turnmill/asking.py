@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from turnmill.client import Client
 from turnmill.errors import RedisUnusable
@@ -25,6 +25,25 @@ Again = Literal["capped-context", "capped-output", "failed"]
 """A stored ending that a run may ask again: a reply that met a cap, or what failed for good."""
 
 AGAIN: tuple[Again, ...] = get_args(Again)
+
+
+LASTING: Final = frozenset({"poison", "invalid_request"})
+"""Failures that stay, as ENQUEUE has it: asking afresh does not ask them again, `failed` does."""
+
+
+def is_stale(ending: Ending, again: Collection[Again], context: int) -> bool:
+    """Whether a stored ending is a reply that need not stay. `context`: the largest, in tokens, of the workers that
+    live; 0 if none is known."""
+    if not isinstance(ending, Reply) or ending.capped is None:
+        return False
+    if f"capped-{ending.capped}" in again:
+        return True
+    # A prompt alone that fills the larger context, too, would be capped again.
+    return (
+        ending.capped == "context"
+        and ending.limit is not None
+        and max(ending.limit, ending.usage.prompt_tokens) < context
+    )
 
 
 @dataclass(frozen=True)
@@ -82,17 +101,7 @@ class Asking:
         return state in ("answered", "failed"), ending
 
     def _is_stale(self, ending: Ending) -> bool:
-        if not isinstance(ending, Reply) or ending.capped is None:
-            return False
-        if f"capped-{ending.capped}" in self._again:
-            return True
-        # A prompt alone that fills the larger context, too, would be capped again.
-        return (
-            self._may_drop
-            and ending.capped == "context"
-            and ending.limit is not None
-            and max(ending.limit, ending.usage.prompt_tokens) < self.context
-        )
+        return is_stale(ending, self._again, self.context if self._may_drop else 0)
 
     async def _drop(self, turn: Turn) -> None:
         """Drop the stored reply, if it is still one that need not stay."""

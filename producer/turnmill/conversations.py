@@ -1,4 +1,4 @@
-"""Input files: one conversation a line, in turnmill's own shape or as MT-Bench has them.
+"""Input files: one conversation a line, in turnmill's own shape or as MT-Bench or Multi-IF have them.
 
 {"id": "de-brot", "system": "Sei kurz.", "turns": ["Wie backe ich Brot?"], "sampling": {...}}
 {"question_id": 81, "category": "writing", "turns": ["...", "..."]}
@@ -7,28 +7,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-import sys
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Final
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from turnmill import multi_if
 from turnmill.canonical import canonical
-from turnmill.errors import BadInput, BadLines
+from turnmill.csv_lines import read_csv
+from turnmill.lines import Loaded, read_lines
 from turnmill.turn import Message, Sampling, Tool
 
-MAX_DEPTH: Final = 100
-"""Levels of nesting in a line. What is deeper breaks some JSON reader on its way to the engine."""
-
-_BOM: Final = b"\xef\xbb\xbf"
 _MT_BENCH_ONLY: Final = {"question_id", "category", "reference"}
 _NOT_IN_A_LINE: Final = {"Cc", "Zl", "Zp"}
 _SHOWN_PROBLEMS: Final = 3
@@ -102,63 +94,19 @@ class Conversation(BaseModel):
         return hashlib.sha256(canonical(fields).hashed).hexdigest()
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What an input file held: the good conversations in its order, and the lines left out."""
-
-    conversations: list[Conversation]
-    bad: list[BadInput]
-
-
-def read_conversations(path: str | Path, skip_bad: bool = False) -> Loaded:
-    """The conversations of a file of JSON lines; `-` is standard input. Blank lines are ignored.
-
-    The whole file is checked before anything is said: raises BadLines with all the lines that are
-    wrong, and with `skip_bad` only when no line is good. Raises BadInput if there is no such file,
-    or nothing in it.
-    """
-    name = "<stdin>" if str(path) == "-" else str(path)
-    conversations: list[Conversation] = []
-    bad: list[BadInput] = []
-    first_line: dict[str, int] = {}
-    with _opened(name, path) as file:
-        for number, raw in enumerate(file, start=1):
-            raw = (raw.removeprefix(_BOM) if number == 1 else raw).rstrip()
-            if not raw:
-                continue
-            try:
-                conversation = _conversation(raw)
-                seen = first_line.setdefault(conversation.id, number)
-                if seen != number:
-                    raise ValueError(f"id {conversation.id!r} is taken by line {seen}")
-            except ValueError as error:
-                bad.append(BadInput(name, number, _printable(str(error))))
-            else:
-                conversations.append(conversation)
-    if not conversations and not bad:
-        raise BadInput(name, 0, "there is no conversation in it")
-    if bad and not (skip_bad and conversations):
-        raise BadLines(bad)
-    return Loaded(conversations, bad)
+def read_conversations(path: str | Path, skip_bad: bool = False) -> Loaded[Conversation]:
+    """The conversations of a file: Multi-IF's CSV if its name ends so, else JSON lines, as `read_lines` reads them."""
+    if str(path).lower().endswith(".csv"):
+        return read_csv(path, (multi_if.ID, multi_if.FIRST), _conversation, skip_bad)
+    return read_lines(path, _conversation, skip_bad)
 
 
-@contextmanager
-def _opened(name: str, path: str | Path) -> Iterator[BinaryIO]:
-    try:
-        if name == "<stdin>":
-            yield sys.stdin.buffer
-        else:
-            with open(path, "rb") as file:
-                yield file
-    except OSError as error:
-        raise BadInput(name, 0, f"cannot be read: {error.strerror or error}") from None
-
-
-def _conversation(raw: bytes) -> Conversation:
+def _conversation(fields: dict[str, Any]) -> Conversation:
     """Raises ValueError with what is wrong."""
-    fields = _object(raw)
     id_key = "question_id" if "question_id" in fields else "id"
-    if id_key == "question_id":
+    if multi_if.FIRST in fields:
+        id_key, fields = multi_if.ID, multi_if.conversation_of(fields)
+    elif id_key == "question_id":
         if "id" in fields:
             raise ValueError("has both id and question_id")
         fields = {
@@ -169,58 +117,6 @@ def _conversation(raw: bytes) -> Conversation:
         return Conversation.model_validate(fields)
     except ValidationError as error:
         raise ValueError(_what(error, id_key)) from None
-
-
-def _object(raw: bytes) -> dict[str, Any]:
-    """A line's JSON object, with nothing in it that cannot be hashed. Raises ValueError."""
-    try:
-        fields = json.loads(raw.decode(), object_pairs_hook=_without_doubles, parse_int=_integer)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: byte {error.start + 1} of the line") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}, column {error.colno}") from None
-    except RecursionError:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
-    if not isinstance(fields, dict):
-        raise ValueError("must be a JSON object")
-    _check(fields, "")
-    return fields
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        keys = [key for key, _ in pairs]
-        double = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {double!r} is there twice")
-    return fields
-
-
-def _integer(digits: str) -> int:
-    try:
-        return int(digits)
-    except ValueError:
-        raise ValueError(f"an integer of {len(digits)} digits is too long") from None
-
-
-def _check(value: Any, where: str, depth: int = 1) -> None:
-    """Python's JSON takes more than JSON is: say here, and where, what could not be hashed."""
-    if depth > MAX_DEPTH:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}")
-    if isinstance(value, str):
-        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError(f"{where}: half a surrogate pair")
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{where}: must be a finite number")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            inside = f"{where}.{key}" if where else key
-            _check(key, inside)
-            _check(item, inside, depth + 1)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check(item, f"{where}.{index}", depth + 1)
 
 
 def _problem(text: str) -> PydanticCustomError:
@@ -245,8 +141,3 @@ def _one_problem(problem: ErrorDetails, id_key: str) -> str:
         if close := get_close_matches(steps[-1], known, n=1):
             text = f"{text}, did you mean {close[0]}?"
     return f"{'.'.join(steps)}: {text}"
-
-
-def _printable(text: str) -> str:
-    """One line for a terminal, whatever was in the file."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

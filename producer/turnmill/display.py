@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from turnmill.client import FarmStatus
+from turnmill.rehearsal import Outlook
+from turnmill.results import Caps
 from turnmill.run import Progress, RunEnd
 from turnmill.store import BenchedWorker
 
@@ -48,19 +50,18 @@ class LiveProgress:
 def report_table(end: RunEnd) -> Table:
     """A finished attempt as a table of two columns."""
     report = end.report
-    table = Table(title=f"run {report.run}", title_style="bold", show_header=False, box=None)
-    table.add_column(style="dim")
-    table.add_column(justify="right")
+    table = _table_of_two(f"run {report.run}")
     for name, number in report.outcomes.model_dump().items():
         table.add_row(f"conversations {name}", str(number))
     if end.unfinished:
         table.add_row("conversations not ended", str(end.unfinished))
-    for name, number in report.capped.model_dump().items():
-        if number:
-            kind = "turns" if name == "output" else "conversations"
-            table.add_row(f"{kind} capped by {name}", str(number))
+    _add_caps(table, report.capped)
     for kind, number in report.failures.items():
         table.add_row(f"failures: {kind}", str(number))
+    for ending, number in report.endings.items():
+        table.add_row(f"ended: {ending}", str(number))
+    if report.scores:
+        table.add_row(f"score, mean of {report.scores.count}", f"{report.scores.mean:.4f}")
     table.add_row("turns asked", str(report.asked))
     table.add_row("turns from the store", str(report.from_store))
     table.add_row("prompt tokens", f"{report.tokens.prompt:,}")
@@ -70,8 +71,80 @@ def report_table(end: RunEnd) -> Table:
     if end.tokens_made:
         table.add_row("tokens/s", f"{end.tokens_made / max(report.seconds, 1e-9):.1f}")
     for engine in report.engines:
-        table.add_row("engine", f"{engine.engine} {engine.version}, {engine.model}")
+        table.add_row("engine", Text(str(engine)))
+    if len(report.engines) > 1:
+        table.add_row("", Text("not of one engine", style="bold red"))
     return table
+
+
+def end_line(end: RunEnd) -> str:
+    """A finished attempt in one line."""
+    outcomes = end.report.outcomes.model_dump()
+    parts = [f"{number} {name}" for name, number in outcomes.items() if number]
+    if end.unfinished:
+        parts.append(f"{end.unfinished} not ended")
+    if end.report.scores:
+        parts.append(f"score {end.report.scores.mean:.4f}")
+    return f"run {end.report.run} has ended: {', '.join(parts)}"
+
+
+def suite_table(name: str, ends: Sequence[RunEnd]) -> Table:
+    """The runs of a suite, a row each. A column that says nothing of any of them is left out."""
+    columns: dict[str, list[str]] = {}
+    for end in ends:
+        report = end.report
+        numbers = {**report.outcomes.model_dump(), "not ended": end.unfinished}
+        cells = {column: str(number or "") for column, number in numbers.items()}
+        cells["score"] = f"{report.scores.mean:.4f}" if report.scores else ""
+        cells |= {"asked": str(report.asked), "stored": str(report.from_store)}
+        cells["budget"] = "spent" if end.budget_spent else ""
+        for column, cell in cells.items():
+            columns.setdefault(column, []).append(cell)
+    columns = {column: cells for column, cells in columns.items() if any(cells)}
+    table = Table(title=f"suite {name}", title_style="bold", box=None)
+    table.add_column("run", overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for end, *row in zip(ends, *columns.values(), strict=True):
+        table.add_row(Text(end.report.run), *row)
+    return table
+
+
+def outlook_table(outlook: Outlook) -> Table:
+    """A dry run as a table of two columns."""
+    table = _table_of_two(f"run {outlook.run}, not driven")
+    table.add_row("model", Text(outlook.model or "not known yet"))
+    for name, number in outlook.conversations.model_dump().items():
+        table.add_row(f"conversations {name.replace('_', ' ')}", str(number))
+    for name, number in outlook.outcomes.model_dump().items():
+        if number:
+            table.add_row(f"  complete as {name}", str(number))
+    _add_caps(table, outlook.capped)
+    for kind, number in outlook.failures.items():
+        table.add_row(f"failures: {kind}", str(number))
+    table.add_row("turns stored", str(outlook.stored))
+    table.add_row("turns asked next", str(outlook.next))
+    if outlook.queued:
+        table.add_row("  of them in the queue already", str(outlook.queued))
+    if outlook.again:
+        table.add_row("  of them asked again", str(outlook.again))
+    if outlook.effects:
+        table.add_row("effects done next", str(outlook.effects))
+    return table
+
+
+def _table_of_two(title: str) -> Table:
+    table = Table(title=title, title_style="bold", show_header=False, box=None)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    return table
+
+
+def _add_caps(table: Table, capped: Caps) -> None:
+    for name, number in capped.model_dump().items():
+        if number:
+            kind = "turns" if name == "output" else "conversations"
+            table.add_row(f"{kind} capped by {name}", str(number))
 
 
 def status_tables(status: FarmStatus) -> Group:

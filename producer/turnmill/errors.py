@@ -5,6 +5,7 @@ TurnmillError
 │   ├── BadInput          a line of an input file is wrong; says FILE:LINE
 │   ├── BadLines          all the lines of an input file that are wrong
 │   ├── BadTurn           a turn cannot be built or hashed
+│   ├── EngineChanged     a run would be answered by another engine than before
 │   ├── ManifestChanged   a run's name is taken by other input or settings
 │   └── RunInUse          a run already has a live producer
 ├── RedisAway             Redis cannot be reached, for longer than patience lasts: exit 3
@@ -71,6 +72,10 @@ class BadTurn(UsageError):
 
 class ManifestChanged(UsageError):
     """A run of this name exists with other input or other settings."""
+
+
+class EngineChanged(UsageError):
+    """The live workers' engine is not the one that a run began with; the text names both."""
 
 
 class RunInUse(UsageError):

@@ -186,5 +186,11 @@ class Keys:
     def manifest(self, run: str) -> str:
         return f"{self.prefix}manifest:{run}"
 
+    def journal(self, run: str) -> str:
+        return f"{self.prefix}journal:{run}"
+
+    def engines(self, run: str) -> str:
+        return f"{self.prefix}engines:{run}"
+
     def producer(self, run: str) -> str:
         return f"{self.prefix}producer:{run}"

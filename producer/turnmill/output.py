@@ -118,14 +118,8 @@ class RunFiles:
             raise RunInUse(f"{self.folder} is being written by another run") from None
         except OSError as error:  # some network file systems have no locks
             logger.warning("%s cannot be locked (%s): keep other runs out", self.folder, error)
+        check_folder(self.folder, self.run)
         with writing(self.folder):
-            owner = os.pread(lock, 4096, 0).decode(errors="replace")
-            files = [self.folder / name for name in (PARTIAL, REPLIES, REPORT)]
-            if owner and owner != self.run and any(file.exists() for file in files):
-                raise UsageError(
-                    f"{self.folder} holds the files of run {owner!r}: "
-                    "choose another folder, or move them away"
-                )
             os.ftruncate(lock, 0)
             os.pwrite(lock, self.run.encode(), 0)
 
@@ -163,6 +157,17 @@ class RunFiles:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+
+def check_folder(folder: Path, run: str) -> None:
+    """Raises UsageError if the folder holds the files of another run."""
+    with writing(folder), suppress(FileNotFoundError):
+        owner = (folder / _LOCK).read_bytes().decode(errors="replace")
+        files = [folder / name for name in (PARTIAL, REPLIES, REPORT)]
+        if owner and owner != run and any(file.exists() for file in files):
+            raise UsageError(
+                f"{folder} holds the files of run {owner!r}: choose another folder, or move them away"
+            )
 
 
 def read_results(path: str | Path) -> list[ConversationResult]:

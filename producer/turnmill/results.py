@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_serializer
@@ -46,7 +47,8 @@ class ConversationResult(_Written):
     """One line of `replies.jsonl`.
 
     `messages` is the whole conversation, replies included; `capped` the cap that it met, if any (the
-    one that ended it, where one did); `error` says in one line why it failed.
+    one that ended it, where one did); `error` says in one line why it failed. `ending`, `score` and `details` are the
+    scaffold's own.
     """
 
     id: str
@@ -56,6 +58,9 @@ class ConversationResult(_Written):
     messages: list[Message]
     turns: list[TurnResult] = []
     error: Annotated[str | None, AfterValidator(_one_line)] = None
+    ending: str | None = None
+    score: float | None = None
+    details: dict[str, Any] | None = None
 
     @field_serializer("messages")
     def _without_absent_keys(self, messages: list[Message]) -> list[dict[str, Any]]:
@@ -93,8 +98,15 @@ class Tokens(_Written):
     cached: int = 0
 
 
+class Scores(_Written):
+    """Over the conversations that have a score."""
+
+    count: int
+    mean: float
+
+
 class Report(_Written):
-    """`report.json`: a run in numbers.
+    """`report.json`: a run in numbers. `endings`: conversations by their scaffold's own word.
 
     `failures` counts the failed turns by kind; a conversation that failed without one (its scaffold
     did) counts as `scaffold`. `asked` turns were put to the queue by this attempt, `from_store` were
@@ -105,6 +117,8 @@ class Report(_Written):
     outcomes: Outcomes = Outcomes()
     capped: Caps = Caps()
     failures: dict[str, int] = {}
+    endings: dict[str, int] = {}
+    scores: Scores | None = None
     tokens: Tokens = Tokens()
     seconds: float
     engines: list[EngineIdentity] = []
@@ -127,7 +141,13 @@ class Report(_Written):
         caps: Counter[str] = Counter()
         failures: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
+        endings: Counter[str] = Counter()
+        scores: list[float] = []
         for result in results:
+            if result.ending is not None:
+                endings[result.ending] += 1
+            if result.score is not None:
+                scores.append(result.score)
             outcomes[result.outcome] += 1
             if result.capped is not None and result.capped != "output":
                 caps[result.capped] += 1
@@ -145,6 +165,8 @@ class Report(_Written):
             outcomes=Outcomes(**outcomes),
             capped=Caps(**caps),
             failures=dict(sorted(failures.items())),
+            endings=dict(sorted(endings.items())),
+            scores=Scores(count=len(scores), mean=round(fmean(scores), 6)) if scores else None,
             tokens=Tokens(**tokens),
             seconds=seconds,
             engines=list(engines),

@@ -7,63 +7,44 @@ start, each conversation is answered from the store up to its first unanswered t
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_core import to_json
 
-from turnmill.asking import Again, Asking
-from turnmill.budget import FailureBudget
+from turnmill.asking import Asking
 from turnmill.client import Client
-from turnmill.conversations import Conversation
-from turnmill.draws import Draws
-from turnmill.errors import ManifestChanged, RecordError, TurnFailed, UsageError
+from turnmill.converse import Stopped, converse, open_session
+from turnmill.engines_met import EnginesMet
+from turnmill.errors import EngineChanged, TurnFailed
 from turnmill.faults import patiently
 from turnmill.holdings import Holdings
+from turnmill.journal import Journal
+from turnmill.lines import Item
+from turnmill.manifest import check_unchanged, manifest_of
 from turnmill.output import RunFiles
 from turnmill.ownership import sole_producer
-from turnmill.reply import Failure, Reply
-from turnmill.results import ConversationResult, Outcome, Report, TurnResult
+from turnmill.rehearsal import Rehearsal
+from turnmill.reply import EngineIdentity, Failure, Reply
+from turnmill.results import ConversationResult, Outcome, Report
+from turnmill.run_settings import RunSettings
 from turnmill.scaffolds.base import Scaffold
+from turnmill.session import Session
 from turnmill.tasks import end_tasks
-from turnmill.turn import Message, Sampling, Tool, Turn
+from turnmill.turn import Turn
 
 log = logging.getLogger("turnmill.run")
 
 REFRESH_SECONDS = 2.0
+STORE_SECONDS = 0.3
+"""A run that finds answers in the store has found some by then: it does not miss a worker."""
 CANCELLED = "the run was cancelled"
 FEWEST_AT_ONCE = 32
 PER_SLOT = 2
 """Conversations at once for each slot of the live workers, so that a freed slot finds a turn waiting."""
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What a run is, beside its conversations.
-
-    `sampling` is under each conversation's own. `epochs`: how often each conversation is held, with draws of
-    its own each time. `seed`: makes every draw repeatable. `reuse`: draws are of this `run` alone, or shared by
-    `all` runs that say so. `again`: stored endings that this attempt asks again. `concurrency`: conversations at
-    once (None: from the slots of the workers that live). `extend`: take another manifest. `keep`:
-    seconds until the run is forgotten, once it has ended (None: never).
-    """
-
-    name: str
-    model: str
-    scaffold: str = "multi_turn_chat"
-    sampling: Sampling = field(default_factory=Sampling)
-    epochs: int = 1
-    seed: int | None = None
-    reuse: Literal["run", "all"] = "run"
-    concurrency: int | None = None
-    max_failures: FailureBudget = field(default_factory=lambda: FailureBudget.parse("5%"))
-    again: frozenset[Again] = frozenset()
-    extend: bool = False
-    keep: float | None = None
 
 
 @dataclass
@@ -105,25 +86,25 @@ class RunEnd:
     tokens_made: int
 
 
-class _Stopped(Exception):
-    """The run stops enqueuing; the conversation stays where it is and goes on in the next attempt."""
-
-
 class Run:
     """One attempt at a run. `drive` may be called once."""
 
     def __init__(
         self,
         settings: RunSettings,
-        conversations: Sequence[Conversation],
-        scaffold: Scaffold,
+        items: Sequence[Item],
+        scaffold: Scaffold[Any],
         client: Client,
         files: RunFiles,
     ) -> None:
-        self.settings, self._conversations, self._scaffold = settings, conversations, scaffold
+        self.settings, self._items, self._scaffold = settings, items, scaffold
         self._client, self._files = client, files
+        self._journal = Journal(client, settings.name)
         self._asking = Asking(client, settings.again)
-        self.progress = Progress(total=len(conversations) * settings.epochs)
+        self._engines = EnginesMet(client.store.redis, client.farm.keys, settings.name)
+        self._met_some = False
+        self._changed: EngineChanged | None = None
+        self.progress = Progress(total=len(items) * settings.epochs)
         self._results: dict[tuple[str, int], ConversationResult] = {}
         self._stopping = self._cancelled = False
         self._failed_now = 0
@@ -131,13 +112,14 @@ class Run:
     async def drive(self) -> RunEnd:
         """Drive every conversation to its end, or as far as the failure budget goes.
 
-        Raises RunInUse, ManifestChanged, CannotWrite, RedisUnusable. Cancelled, it leaves everything so
+        Raises RunInUse, ManifestChanged, EngineChanged, CannotWrite, RedisUnusable. Cancelled, it leaves everything so
         that the next attempt goes on.
         """
         redis, keys = self._client.store.redis, self._client.farm.keys
         producer = sole_producer(redis, keys.producer(self.settings.name), self.settings.name)
         async with producer as usurped:
             await patiently(self._check_manifest, patience=None, doing="reading the run's manifest")
+            await self._engines.read()
             await patiently(
                 lambda: self._client.store.begin(self.settings.name),
                 patience=None,
@@ -160,13 +142,14 @@ class Run:
 
     async def _drive_all(self) -> RunEnd:
         waiting = iter(self._in_order())
-        ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        ended: asyncio.Queue[asyncio.Task[None] | None] = asyncio.Queue()
         tasks: set[asyncio.Task[None]] = set()
         await self._look_around()
-        refresher = asyncio.create_task(self._keep_looking())
+        refresher = asyncio.create_task(self._keep_looking(lambda: ended.put_nowait(None)))
+        refresher.add_done_callback(ended.put_nowait)
         try:
             while True:
-                while len(tasks) < self._at_once() and not (self._stopping or self._cancelled):
+                while len(tasks) < self._at_once() and not self._is_over:
                     one = next(waiting, None)
                     if one is None:
                         break
@@ -176,24 +159,28 @@ class Run:
                 self.progress.running = len(tasks)
                 if not tasks:
                     break
-                task = await ended.get()
-                tasks.discard(task)
-                task.result()
+                if one_ended := await ended.get():  # None: more may be allowed at once
+                    tasks.discard(one_ended)
+                    one_ended.result()
         finally:
             await end_tasks([*tasks, refresher])
             await self._asking.close()
+        # What it had asked may be gone sooner than the look that found another engine is over.
+        if self._changed is not None:
+            raise self._changed
         return await self._finish()
 
-    def _in_order(self) -> Iterator[tuple[Conversation, int]]:
-        """The epochs of a conversation one after the other: its prompt is in the engine's cache then."""
-        return (
-            (conversation, epoch)
-            for conversation in self._conversations
-            for epoch in range(self.settings.epochs)
-        )
+    @property
+    def _is_over(self) -> bool:
+        """No conversation begins any more."""
+        return self._stopping or self._cancelled or self._changed is not None
+
+    def _in_order(self) -> Iterator[tuple[Item, int]]:
+        """The epochs of an item one after the other: its prompt is in the engine's cache then."""
+        return ((item, epoch) for item in self._items for epoch in range(self.settings.epochs))
 
     async def _finish(self) -> RunEnd:
-        keys = [(conversation.id, epoch) for conversation, epoch in self._in_order()]
+        keys = [(item.id, epoch) for item, epoch in self._in_order()]
         ordered = [self._results[key] for key in keys if key in self._results]
         hashes = [turn.hash for result in ordered for turn in result.turns]
         engines = await patiently(
@@ -218,39 +205,18 @@ class Run:
 
     # One conversation
 
-    async def _converse(self, conversation: Conversation, epoch: int) -> None:
-        session = _Session(self, conversation, epoch)
-        outcome: Outcome = "completed"
-        error: str | None = None
-        capped = None
-        try:
-            end = await self._scaffold(conversation, session.ask)
-            messages, capped = list(end.messages), end.capped
-            outcome = "capped" if capped else "completed"
-        except _Stopped:
-            return
-        except TurnFailed as failed:
-            messages, error = session.messages, str(failed)
-            outcome = "cancelled" if failed.failure.kind == "cancelled" else "failed"
-            self._failed_now += outcome == "failed" and not session.ended_before
-        except RecordError as unreadable:  # as it was before this attempt
-            messages, error, outcome = session.messages, str(unreadable), "failed"
-        except (UsageError, ValueError) as wrong:
-            messages, error, outcome = session.messages, str(wrong), "failed"
-            self._failed_now += 1
-        if capped is None and any(turn.capped == "output" for turn in session.turns):
-            capped = "output"
-        self._ended(
-            ConversationResult(
-                id=conversation.id,
-                epoch=epoch,
-                outcome=outcome,
-                capped=capped,
-                messages=messages,
-                turns=session.turns,
-                error=error,
-            )
+    async def _converse(self, item: Item, epoch: int) -> None:
+        session = open_session(
+            self.settings, self._journal, item, epoch, self._answer, self._check_going
         )
+        conversed = await converse(self._scaffold, item, epoch, session)
+        if conversed is not None:
+            self._failed_now += conversed.failed_now
+            self._ended(conversed.result)
+
+    def _check_going(self) -> None:
+        if self._stopping or self._changed is not None:
+            raise Stopped
 
     def _ended(self, result: ConversationResult) -> None:
         self._files.append(result)
@@ -268,10 +234,9 @@ class Run:
             )
             self._stopping = True
 
-    async def answer(self, turn: Turn, session: _Session) -> Reply:
+    async def _answer(self, turn: Turn, session: Session) -> Reply:
         """The reply to the next turn of a conversation. Raises TurnFailed."""
-        if self._stopping:
-            raise _Stopped
+        self._check_going()
         if self._cancelled:
             raise TurnFailed(Failure(hash=turn.hash, kind="cancelled", text=CANCELLED, tries=0))
         asked = await self._asking.ask(turn, going=bool(session.turns))
@@ -281,6 +246,8 @@ class Run:
         else:
             self.progress.stored += 1
         if isinstance(asked.ending, Failure):
+            if self._changed is not None and asked.ending.kind == "cancelled":
+                raise Stopped
             if (
                 asked.ending.kind == "cancelled" and not self._cancelled
             ):  # the turn alone, or the run?
@@ -295,8 +262,10 @@ class Run:
     def _at_once(self) -> int:
         return self.settings.concurrency or max(FEWEST_AT_ONCE, PER_SLOT * self.progress.slots)
 
-    async def _keep_looking(self) -> None:
+    async def _keep_looking(self, seen: Callable[[], None]) -> None:
+        """Look around, again and again; `seen` is called after each look."""
         progress, warned = self.progress, False
+        await asyncio.sleep(STORE_SECONDS)
         while True:
             begun = progress.asked + progress.stored
             if not (progress.workers or warned or begun):
@@ -304,6 +273,7 @@ class Run:
             warned = not progress.workers
             await asyncio.sleep(REFRESH_SECONDS)
             await self._look_around()
+            seen()
 
     async def _look_around(self) -> None:
         """Who lives and serves this model, and whether the run goes on."""
@@ -313,7 +283,29 @@ class Run:
         self.progress.workers = len(mine)
         self.progress.slots = sum(worker.slots for worker in mine)
         self._asking.context = max((worker.context for worker in mine), default=0)
+        await self._check_engines([worker.engine for worker in mine])
         await self._look_whether_cancelled()
+
+    async def _check_engines(self, live: Sequence[EngineIdentity]) -> None:
+        """Raises EngineChanged if an attempt would go on with another engine than those before; what it had asked
+        leaves the queue then."""
+        if not live:
+            return
+        if not (self._met_some or self.settings.allow_mixed):
+            changed = self._engines.changed(live)
+            if changed is not None:
+                if await self._is_all_stored():
+                    return
+                self._changed = changed
+                await self._client.cancel(self._client.waiting)
+                raise changed
+        self._met_some = True
+        await self._engines.meet(live)
+
+    async def _is_all_stored(self) -> bool:
+        context = self._asking.context
+        rehearsal = Rehearsal(self.settings, self._items, self._scaffold, self._client, context)
+        return (await rehearsal.look()).nothing_to_ask
 
     async def _look_whether_cancelled(self) -> None:
         client, name = self._client, self.settings.name
@@ -331,91 +323,10 @@ class Run:
     # What the run is
 
     async def _check_manifest(self) -> None:
-        redis, key = self._client.store.redis, self._client.farm.keys.manifest(self.settings.name)
-        manifest = self._manifest()
-        before = await self._client.store.manifest(self.settings.name)
-        if before is not None and before != manifest and not self.settings.extend:
-            changed = sorted(
-                k for k in manifest.keys() | before.keys() if manifest.get(k) != before.get(k)
-            )
-            raise ManifestChanged(
-                f"run {self.settings.name!r} was begun with other {', '.join(changed)}: "
-                "choose another --run, or take the change with --extend"
-            )
+        name, store = self.settings.name, self._client.store
+        manifest = manifest_of(self.settings, self._scaffold, self._items)
+        before = await store.manifest(name)
+        if before is not None and not self.settings.extend:
+            check_unchanged(name, before, manifest)
         if before != manifest:
-            await redis.set(key, to_json(manifest))
-
-    def _manifest(self) -> dict[str, Any]:
-        return {
-            "v": 1,
-            "scaffold": self.settings.scaffold,
-            "model": self.settings.model,
-            "sampling": self.settings.sampling.model_dump(exclude_none=True),
-            "epochs": self.settings.epochs,
-            "seed": self.settings.seed,
-            "reuse": self.settings.reuse,
-            "conversations": {
-                "count": len(self._conversations),
-                "digest": _digest(c.digest for c in self._conversations),
-            },
-        }
-
-
-class _Session:
-    """What a run remembers of one conversation while a scaffold drives it. `ended_before`: its last turn had
-    ended before this attempt."""
-
-    def __init__(self, run: Run, conversation: Conversation, epoch: int) -> None:
-        self._run = run
-        origin = run.settings.name if run.settings.reuse == "run" else ""
-        self._draws = Draws(origin, conversation.id, epoch, run.settings.seed)
-        self.turns: list[TurnResult] = []
-        self.messages: list[Message] = []
-        self.ended_before = False
-
-    async def ask(
-        self,
-        messages: Sequence[Message],
-        *,
-        sampling: Sampling | None = None,
-        tools: Sequence[Tool] | None = None,
-        tool_choice: Any = None,
-        response_format: dict[str, Any] | None = None,
-    ) -> Reply:
-        settings = self._run.settings
-        own = sampling.model_dump(exclude_none=True) if sampling else {}
-        turn = self._draws.numbered(
-            Turn(
-                model=settings.model,
-                messages=list(messages),
-                tools=list(tools) if tools else None,
-                tool_choice=tool_choice,
-                response_format=response_format,
-                sampling=settings.sampling.model_copy(update=own),
-            )
-        )
-        self.messages = list(messages)
-        try:
-            reply = await self._run.answer(turn, self)
-        except TurnFailed as failed:
-            result = TurnResult(hash=turn.hash, sample=turn.sample, failure=failed.failure)
-            self.turns.append(result)
-            raise
-        self.messages.append(reply.message)
-        self.turns.append(
-            TurnResult(
-                hash=turn.hash,
-                sample=turn.sample,
-                finish_reason=reply.finish_reason,
-                capped=reply.capped,
-                usage=reply.usage,
-            )
-        )
-        return reply
-
-
-def _digest(parts: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode())
-    return digest.hexdigest()
+            await store.redis.set(self._client.farm.keys.manifest(name), to_json(manifest))

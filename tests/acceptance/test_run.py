@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import signal
 import subprocess
@@ -46,7 +47,7 @@ def ended(cli: Cli, run: str) -> int:
 
 def see_that_answers_are_right(results: list[ConversationResult], source: Path) -> None:
     """No message was lost, doubled or mixed: each answer is the digest of all before it."""
-    conversations = read_conversations(source).conversations
+    conversations = read_conversations(source).items
     assert [result.id for result in results] == [conversation.id for conversation in conversations]
     for conversation, result in zip(conversations, results, strict=True):
         expected: list[Message] = []
@@ -296,6 +297,35 @@ def test_mt_benchs_own_lines(on_farm: Cli, worker: Workers) -> None:
     assert [m.role for m in result.messages] == ["user", "assistant"] * 2
 
 
+def test_multi_ifs_table_with_a_runaway_and_a_turn_that_cannot_begin(
+    on_farm: Cli, worker: Workers
+) -> None:
+    """Neither fails the run, nor another conversation; both end as capped, with what they have."""
+    worker("--served-name", "sim", sim=("--context", "100"))
+    texts = {f"{i}:1:en": [f"number {i}", "on", "and on"] for i in range(3)}
+    texts["runaway"] = ["word " * 60, "never asked", "nor this"]
+    texts["late"] = ["fine", "word " * 200, "never asked"]
+    header = ["turn_1_prompt", "turn_2_prompt", "turn_3_prompt", "key", "language"]
+    with open(on_farm.folder / "multi_if.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(header)
+        for key, turns in texts.items():
+            prompts = [json.dumps({"role": "user", "content": text}) for text in turns]
+            rows.writerow([*prompts, key, "English"])
+    line = ("run", "multi_if.csv", "--run", "r", "--model", "sim", "--max-failures", "0", "--json")
+    seen = json.loads(on_farm(*line).stdout)
+    assert seen["outcomes"] == {"completed": 3, "capped": 2, "failed": 0, "cancelled": 0}
+    assert seen["capped"]["context"] == 2
+    by_id = {r.id: r for r in read_results(on_farm.folder / "runs/r/replies.jsonl")}
+    assert list(by_id) == list(texts)
+    (turn,) = by_id["runaway"].turns
+    assert turn.usage is not None
+    assert turn.usage.completion_tokens > 0
+    assert [m.role for m in by_id["late"].messages] == ["user", "assistant"] * 2
+    assert [t.capped for t in by_id["late"].turns] == [None, "context"]
+    assert len(by_id["0:1:en"].turns) == 3
+
+
 def test_a_changed_run_is_refused_by_what_changed(on_farm: Cli, worker: Workers) -> None:
     worker("--served-name", "sim")
     source = on_farm.conversations(3)
@@ -393,7 +423,7 @@ def test_a_worker_that_cannot_start_ends_the_run_with_its_own_words(alone: Cli) 
         (["--run", "a/b"], "run 'a/b'"),
         (["--run", "r", "--concurrency", "many"], "concurrency 'many'"),
         (["--run", "r", "--max-failures", "200%"], "max-failures '200%'"),
-        (["--run", "r", "--temperature", "-1"], "sampling: temperature"),
+        (["--run", "r", "--temperature", "-1"], "sampling.temperature: "),
         (["--run", "r", "--engine", "sim"], "REDIS_URL is set"),
     ],
 )

@@ -17,6 +17,13 @@ from tests.engines.sglang_fixtures import (  # noqa: F401
     sglang_server,
     sglang_server_engine,
 )
+from tests.engines.vllm_fixtures import (  # noqa: F401
+    VLLM,
+    _vllm_server_process,
+    vllm_engine,
+    vllm_model,
+    vllm_server,
+)
 
 from turnmill_worker.engines import load
 from turnmill_worker.engines.base import Engine, EngineSettings
@@ -43,6 +50,11 @@ ENGINES = [
         "sglang_engine",
         id="sglang",
         marks=[_needs(SGLANG, "SGLang"), pytest.mark.sglang, pytest.mark.timeout(400)],
+    ),
+    pytest.param(
+        "vllm_engine",
+        id="vllm",
+        marks=[_needs(VLLM, "vLLM"), pytest.mark.vllm, pytest.mark.timeout(400)],
     ),
 ]
 """A new engine is an entry here, and a session fixture: an engine with few slots and a context of

@@ -14,6 +14,7 @@ from turnmill.turn import Turn
 from turnmill_worker.engines.base import Answer, Engine, InvalidRequest, NoRoom, Progress
 from turnmill_worker.engines.kept import Part
 from turnmill_worker.engines.sglang import SGLangEngine
+from turnmill_worker.engines.vllm import VLLMEngine
 
 WEATHER = {
     "type": "function",
@@ -440,6 +441,8 @@ def plain(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
         pytest.skip("nothing is told of this engine's answers")
     if isinstance(engine, SGLangEngine):
         monkeypatch.setattr(engine._chat, "reasoning_parser", None)
+    if isinstance(engine, VLLMEngine):
+        monkeypatch.setattr(engine._chat, "parser_cls", None)
     return engine
 
 

@@ -19,7 +19,16 @@ from uuid import uuid4
 
 import pytest
 from tests.engines import sglang_env, tiny_model
-from tests.engines.sglang_fixtures import SGLANG, Server
+from tests.engines.bodies import (
+    BODIES,
+    FORCED,
+    PROMPTS,
+    SAMPLING_FIELDS,
+    rounded,
+    without_call_ids,
+)
+from tests.engines.own_server import Server
+from tests.engines.sglang_fixtures import SGLANG
 
 from turnmill.errors import UsageError
 from turnmill.turn import Turn
@@ -32,7 +41,9 @@ from turnmill_worker.engines.base import (
     Progress,
     TurnError,
 )
-from turnmill_worker.engines.sglang import SGLangEngine, build, prompt_digest
+from turnmill_worker.engines.identity import prompt_digest
+from turnmill_worker.engines.sglang import SGLangEngine, build
+from turnmill_worker.engines.sglang_seeds import Seeds
 
 pytestmark = [
     pytest.mark.sglang,
@@ -44,21 +55,6 @@ TOTAL = 510
 """Tokens. SGLang cuts prompt and answer together to 2 less than the context."""
 MAX_PROMPT = 505
 """Tokens. The longest prompt that SGLang takes: 7 less than the context."""
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather in a city",
-        "strict": True,  # else any arguments will do
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Oslo"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 @dataclass
@@ -353,6 +349,28 @@ async def test_every_sampling_field_is_passed(ask: Ask) -> None:
     }.items() <= sent.items()
 
 
+HOT = {"temperature": 1, "top_p": 1, "top_k": -1, "max_tokens": 20, "ignore_eos": True}
+
+
+async def test_seeds_have_no_effect_without_deterministic_inference(ask: Ask) -> None:
+    """Which is SGLang's way, and can be had on GPUs only."""
+    first, second = [(await ask("Draw", sampling={**HOT, "seed": 1})).answer for _ in range(2)]
+    assert text_of(first) != text_of(second)
+
+
+async def test_draws_are_sent_with_seeds_of_their_own_where_seeds_count(
+    ask: Ask, sglang_engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_engine, "_seeds", Seeds(used=True))
+    sent = [
+        (await ask("Draw", sampling={**HOT, **own}, sample=sample)).progress.request["sampling"]
+        for sample, own in [(0, {}), (1, {}), (0, {"seed": 7})]
+    ]
+    first, second, given = [each["sampling_seed"] for each in sent]
+    assert len({first, second, 42}) == 3  # SGLang's, for all that have none
+    assert given == 7
+
+
 async def test_a_model_name_with_a_colon_asks_for_no_adapter(sglang_engine: SGLangEngine) -> None:
     turn = make_turn("Hello", sampling=greedy()).model_copy(update={"model": "qwen2.5:7b"})
     assert (await sglang_engine.answer(turn, new_rid(), Progress())).finish == "length"
@@ -406,121 +424,6 @@ def to_the_point(sglang_engine: SGLangEngine) -> dict[str, Any]:
     return greedy(max_tokens=100, logit_bias=bias)
 
 
-async def test_tool_calls_have_the_same_ids_every_time(
-    ask: Ask, to_the_point: dict[str, Any]
-) -> None:
-    asking: dict[str, Any] = {
-        "tools": [WEATHER],
-        "tool_choice": "required",
-        "chat_template_kwargs": {"enable_thinking": False},
-        "sampling": to_the_point,
-    }
-    answers = [(await ask("Weather?", **asking)).answer for _ in range(2)]
-    assert answers[0].message == answers[1].message
-    assert {answer.finish for answer in answers} == {"tool_calls"}
-    (call,) = answers[0].message["tool_calls"]
-    assert call["function"]["name"] == "weather"
-    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
-    assert call["id"].startswith("call_")
-    other = (await ask("The weather?", **asking)).answer.message["tool_calls"][0]["id"]
-    assert other != call["id"]
-
-
-async def test_json_schemas_are_kept_to(ask: Ask, to_the_point: dict[str, Any]) -> None:
-    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
-    answer = (
-        await ask(
-            "City?",
-            response_format={
-                "type": "json_schema",
-                "json_schema": {
-                    "name": "city",
-                    "schema": {**schema, "additionalProperties": False},
-                },
-            },
-            chat_template_kwargs={"enable_thinking": False},
-            sampling=to_the_point,
-        )
-    ).answer
-    assert json.loads(answer.message["content"]) == {"city": "Oslo"}
-
-
-TOOL_HISTORY = [
-    {"role": "user", "content": "What is the weather in Oslo?"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {
-                "id": "call_1",
-                "type": "function",
-                "function": {"name": "weather", "arguments": '{"city": "Os\\"lo\\u00e9"}'},
-            }
-        ],
-    },
-    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "Rain"}]},
-]
-
-FORCED = "a tool that must be called"
-
-BODIES: dict[str, dict[str, Any]] = {
-    "one message": {"messages": [{"role": "user", "content": "Hello"}]},
-    "several turns": {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Hello"},
-            {"role": "assistant", "content": "Hi."},
-            {"role": "user", "content": "今日はいい天気です。"},
-        ]
-    },
-    "tools": {"messages": [{"role": "user", "content": "Weather?"}], "tools": [WEATHER]},
-    "tools, but none wanted": {
-        "messages": [{"role": "user", "content": "Weather?"}],
-        "tools": [WEATHER],
-        "tool_choice": "none",
-    },
-    FORCED: {
-        "messages": [{"role": "user", "content": "Weather?"}],
-        "tools": [WEATHER],
-        "tool_choice": {"type": "function", "function": {"name": "weather"}},
-        "chat_template_kwargs": {"enable_thinking": False},
-    },
-    "tool calls in history": {"messages": TOOL_HISTORY, "tools": [WEATHER]},
-    "empty tool calls in history": {
-        "messages": [
-            {"role": "user", "content": "Hello"},
-            {"role": "assistant", "content": "Hi.", "tool_calls": []},
-            {"role": "user", "content": "And now?"},
-        ]
-    },
-    "parts": {
-        "messages": [
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "you"}],
-            }
-        ]
-    },
-    "reasoning in history": {
-        "messages": [
-            {"role": "user", "content": "Hello"},
-            {"role": "assistant", "content": "Hi.", "reasoning_content": "A greeting."},
-            {"role": "user", "content": "And now?"},
-        ]
-    },
-    "keys that nobody knows": {
-        "messages": [{"role": "user", "content": "Hello", "mood": "good"}],
-        "tools": [{**WEATHER, "version": 2}],
-    },
-    "logprobs": {
-        "messages": [{"role": "user", "content": "Hello"}],
-        "logprobs": True,
-        "top_logprobs": 3,
-    },
-    "stop strings": {"messages": [{"role": "user", "content": "Hello"}], "stop": ["e", "a"]},
-}
-
-
 @pytest.mark.parametrize("name", BODIES)
 async def test_prompt_and_reply_are_those_of_sglangs_http_server(
     ask: Ask, sglang_server: Server, to_the_point: dict[str, Any], name: str
@@ -545,15 +448,6 @@ async def test_prompt_and_reply_are_those_of_sglangs_http_server(
     assert rounded(ours.answer.logprobs) == rounded(choice["logprobs"])
 
 
-PROMPTS = {
-    "plain": {"prompt": "Once upon a time"},
-    "a template's own marks": {"prompt": "<|im_start|>user\nHello<|im_end|>\n"},
-    "logprobs": {"prompt": "The river", "logprobs": True, "top_logprobs": 2},
-    "json": {"prompt": "The river", "response_format": {"type": "json_object"}},
-    "stop strings": {"prompt": "The river", "stop": ["e", "a"]},
-}
-
-
 @pytest.mark.parametrize("name", PROMPTS)
 async def test_what_follows_a_prompt_is_as_from_sglangs_http_server(
     ask: Ask, sglang_server: Server, name: str
@@ -576,32 +470,6 @@ async def test_what_follows_a_prompt_is_as_from_sglangs_http_server(
         assert rounded([token["logprob"] for token in content]) == rounded(
             choice["logprobs"]["token_logprobs"]
         )
-
-
-SAMPLING_FIELDS = {
-    "temperature",
-    "max_tokens",
-    "logprobs",
-    "top_logprobs",
-    "logit_bias",
-    "stop",
-}
-
-
-def without_call_ids(message: dict[str, Any]) -> dict[str, Any]:
-    message = {key: value for key, value in message.items() if value is not None}
-    for call in message.get("tool_calls", ()):
-        del call["id"]
-    return message
-
-
-def rounded(value: Any) -> Any:
-    """A prefix that is cached, or not, changes the last digits of what follows."""
-    if isinstance(value, float):
-        return round(value, 3)
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    return [rounded(item) for item in value] if isinstance(value, list) else value
 
 
 # Turns that are wrong
@@ -728,6 +596,7 @@ def test_life_and_death_in_a_process_of_its_own(life: Future[Life]) -> None:
     start = seen.result["start"]
     assert start.pop("error").startswith("engine sglang: Chat template /no/such/template is not")
     assert start == {"children": 0, "threads": []}
+    assert seen.result["parsers"] == ["qwen", None]
     assert seen.result["close"] == {
         "waiting": ["EngineDied"],
         "children": 0,
@@ -757,9 +626,10 @@ class Life:
 @pytest.fixture(scope="module", autouse=True)
 def life(sglang_server: Server, sglang_model: Path) -> Iterator[Future[Life]]:
     """Runs while the other tests do: it is mostly the starts of two engines."""
-    program = Path(__file__).with_name("sglang_life.py")
+    program = ["-m", "tests.engines.sglang_life"]
     process = subprocess.Popen(
-        [sys.executable, str(program), str(sglang_model), *sglang_env.ARGUMENTS],
+        [sys.executable, *program, str(sglang_model), *sglang_env.ARGUMENTS],
+        cwd=Path(__file__).parents[2],
         env=sglang_env.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

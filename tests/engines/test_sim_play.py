@@ -49,11 +49,19 @@ async def test_a_conversation_is_played(tmp_path: Path):
     assert (last.finish, last.message["content"]) == ("length", "Ask")
 
 
+async def test_arguments_that_are_no_json_are_played_as_they_are(tmp_path: Path):
+    call = {"name": "weather", "arguments": '{"city": '}
+    engine = playing(
+        tmp_path / "play.jsonl", {"users": ["Hi"], "answers": [{"tool_calls": [call]}]}
+    )
+    answer = await ask(engine, turn("Hi", tools=TOOLS))
+    assert answer.message["tool_calls"][0]["function"]["arguments"] == '{"city": '
+
+
 @pytest.mark.parametrize(
     ("history", "tools", "says"),
     [
         (("Whether?",), TOOLS, 'no scene for \\["Whether\\?"\\]'),
-        (("Weather?",), None, "there is no tool"),
         (
             ("Weather?", *[{"role": "assistant", "content": "?"}] * 2),
             TOOLS,
@@ -67,6 +75,14 @@ async def test_what_is_not_in_the_play_is_refused(
     engine = playing(tmp_path / "play.jsonl", *PLAY)
     with pytest.raises(InvalidRequest, match=says):
         await ask(engine, turn(*history, tools=tools))
+
+
+async def test_only_tools_that_are_offered_are_called(tmp_path: Path):
+    engine = playing(tmp_path / "play.jsonl", *PLAY)
+    for tools in (None, [{"type": "function", "function": {"name": "time"}}]):
+        answer = await ask(engine, turn("Weather?", tools=tools))
+        assert (answer.finish, answer.message["content"]) == ("stop", "")
+        assert "tool_calls" not in answer.message
 
 
 @pytest.mark.parametrize(

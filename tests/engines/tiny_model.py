@@ -84,14 +84,14 @@ _PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 
 _VOCABULARY = 512
-_HIDDEN, _INNER, _LAYERS, _HEADS, _KV_HEADS = 64, 128, 2, 4, 2
+_HIDDEN, _INNER, _LAYERS = 64, 128, 2
 
 
-def make(folder: Path) -> Path:
-    """Write the model into `folder` and return it."""
+def make(folder: Path, heads: int = 4, seed: int = 0) -> Path:
+    """Write the model into `folder` and return it. Half as many heads are twice as wide; `seed` draws the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(folder)
-    _write_weights(folder)
+    _write_weights(folder, heads, seed)
     _write_json(
         folder / "config.json",
         architectures=["Qwen2ForCausalLM"],
@@ -101,8 +101,8 @@ def make(folder: Path) -> Path:
         hidden_size=_HIDDEN,
         intermediate_size=_INNER,
         num_hidden_layers=_LAYERS,
-        num_attention_heads=_HEADS,
-        num_key_value_heads=_KV_HEADS,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         hidden_act="silu",
@@ -116,6 +116,37 @@ def make(folder: Path) -> Path:
         do_sample=True,
         eos_token_id=_SPECIAL.index("<|im_end|>"),
         **SAMPLING,
+    )
+    return folder
+
+
+def make_adapter(folder: Path, heads: int = 4, seed: int = 0, rank: int = 4) -> Path:
+    """Write a LoRA adapter for such a model into `folder`, as peft does, and return it. It changes the model's answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    noise = torch.Generator().manual_seed(seed)
+    width = {"q_proj": _HIDDEN, "v_proj": _HIDDEN // heads * (heads // 2)}
+    weights = {}
+    for layer in range(_LAYERS):
+        for module, out in width.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(rank, _HIDDEN, generator=noise)
+            weights[f"{name}.lora_B.weight"] = torch.randn(out, rank, generator=noise)
+    save_file(weights, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    _write_json(
+        folder / "adapter_config.json",
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=None,
+        r=rank,
+        lora_alpha=rank,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=sorted(width),
+        fan_in_fan_out=False,
+        inference_mode=True,
     )
     return folder
 
@@ -147,16 +178,16 @@ def _write_tokenizer(folder: Path) -> None:
     )
 
 
-def _write_weights(folder: Path) -> None:
+def _write_weights(folder: Path, heads: int, seed: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    noise = torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=noise) * 0.02
 
-    kv = _HIDDEN // _HEADS * _KV_HEADS
+    kv = _HIDDEN // heads * (heads // 2)
     weights = {
         "model.embed_tokens.weight": random(_VOCABULARY, _HIDDEN),
         "model.norm.weight": torch.ones(_HIDDEN),

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from turnmill.conversations import MAX_DEPTH, Conversation, read_conversations
+from turnmill.conversations import Conversation, read_conversations
 from turnmill.errors import BadInput, BadLines, UsageError
+from turnmill.lines import MAX_DEPTH
 from turnmill.turn import Message, Sampling
 
 DIGEST = "9c80eb4557c3dcd4939e380208c8bc0e5e0f6e4468181f7dcbb93dffd605a7df"
@@ -54,7 +55,7 @@ def test_a_line_with_everything(file: Path) -> None:
             "tools": [tool],
         },
     )
-    (conversation,) = read_conversations(file).conversations
+    (conversation,) = read_conversations(file).items
     assert conversation.system == "Sei kurz."
     assert [turn.content for turn in conversation.turns] == ["hallo", parts, "ja"]
     assert {turn.role for turn in conversation.turns} == {"user"}
@@ -70,11 +71,11 @@ def test_mt_bench_lines_are_taken_as_they_are(file: Path) -> None:
         {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
         {"question_id": 111, "category": "math", "turns": ["2+2?"], "reference": ["4"]},
     )
-    assert [c.id for c in read_conversations(file).conversations] == ["81", "111"]
+    assert [c.id for c in read_conversations(file).items] == ["81", "111"]
 
 
 def test_an_integer_id_becomes_a_string(file: Path) -> None:
-    (conversation,) = read_conversations(write(file, {"id": 7, "turns": ["x"]})).conversations
+    (conversation,) = read_conversations(write(file, {"id": 7, "turns": ["x"]})).items
     assert conversation.id == "7"
 
 
@@ -82,12 +83,12 @@ def test_bom_crlf_blank_lines_and_no_last_newline(file: Path) -> None:
     file.write_bytes(
         b'\xef\xbb\xbf{"id":"a","turns":["x"]}\r\n\r\n   \n{"id":"b","turns":["\xc3\xbc"]}'
     )
-    assert [c.id for c in read_conversations(file).conversations] == ["a", "b"]
+    assert [c.id for c in read_conversations(file).items] == ["a", "b"]
 
 
 def test_a_very_long_line(file: Path) -> None:
     text = "long " * 1_000_000
-    (conversation,) = read_conversations(write(file, {"id": "a", "turns": [text]})).conversations
+    (conversation,) = read_conversations(write(file, {"id": "a", "turns": [text]})).items
     assert conversation.turns[0].content == text
 
 
@@ -189,7 +190,7 @@ def test_all_bad_lines_are_found_and_the_first_shown(file: Path) -> None:
 
 def test_bad_lines_can_be_skipped(file: Path) -> None:
     loaded = read_conversations(write(file, "nope", GOOD, GOOD), skip_bad=True)
-    assert [c.id for c in loaded.conversations] == ["a"]
+    assert [c.id for c in loaded.items] == ["a"]
     assert [str(bad) for bad in loaded.bad] == [
         f"{file}:1: not JSON: Expecting value, column 1",
         f"{file}:3: id 'a' is taken by line 2",
@@ -323,7 +324,7 @@ def test_what_is_written_is_read(
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "round-trip.jsonl"
     write(file, *[conversation.model_dump_json(exclude_none=True) for conversation in written])
-    read = read_conversations(file).conversations
+    read = read_conversations(file).items
     assert read == written
     assert [c.digest for c in read] == [c.digest for c in written]
 
@@ -335,12 +336,12 @@ def test_any_bytes_are_good_or_bad_input(
     file = tmp_path_factory.getbasetemp() / "any.jsonl"
     file.write_bytes(b'{"id": "a", "turns": ["x"]}\n' + data)
     loaded = read_conversations(file, skip_bad=True)
-    assert loaded.conversations[0].id == "a"
+    assert loaded.items[0].id == "a"
     assert all("\n" not in str(bad) for bad in loaded.bad)
 
 
 def test_the_example_file_is_good() -> None:
     example = Path(__file__).parents[2] / "examples" / "conversations.jsonl"
-    conversations = read_conversations(example).conversations
+    conversations = read_conversations(example).items
     assert len(conversations) >= 12
     assert {len(conversation.turns) for conversation in conversations} == {3}

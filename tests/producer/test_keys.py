@@ -89,7 +89,10 @@ def test_no_two_names_are_the_same() -> None:
         *(getattr(keys, kind)("x") for kind in ("body", "reply", "trace", "failure", "leavers")),
         *(getattr(keys, kind)("x") for kind in ("partial", "told_of", "tries", "waiters")),
         keys.told("m"),
-        *(getattr(keys, kind)("x") for kind in ("worker", "run", "manifest", "producer")),
+        *(
+            getattr(keys, kind)("x")
+            for kind in ("worker", "run", "manifest", "engines", "producer")
+        ),
         *(getattr(keys, kind)("m") for kind in ("finished", "wake", "leases", "owners", "due")),
         *(getattr(keys, kind)("m") for kind in ("suspects", "classes")),
         keys.ready("m", "5"),

@@ -58,7 +58,8 @@ def test_a_line_has_all_its_keys_in_order_and_its_text_as_it_is(folder: Path) ->
         '{"prompt_tokens":5,"completion_tokens":2,"cached_tokens":0,"reasoning_tokens":0},'
         '"failure":null},'
         f'{{"hash":"{HASH}","sample":0,"finish_reason":null,"capped":null,"usage":null,"failure":'
-        f'{{"hash":"{HASH}","kind":"poison","text":"t","tries":3}}}}],"error":"first second"}}\n'
+        f'{{"hash":"{HASH}","kind":"poison","text":"t","tries":3}}}}],"error":"first second",'
+        '"ending":null,"score":null,"details":null}\n'
     )
 
 
@@ -299,6 +300,8 @@ def test_a_report_counts() -> None:
         "outcomes",
         "capped",
         "failures",
+        "endings",
+        "scores",
         "tokens",
         "seconds",
         "engines",

@@ -27,7 +27,7 @@ _COMPANY = {company.encode(): company for company in Company}
 
 class Claim(NamedTuple):
     """One claimed turn. `token` fences it: only its holder may requeue or fail the turn.
-    `enqueued`, `claimed`: Unix times in seconds. `stream`: somebody reads along."""
+    `enqueued`, `claimed`: Unix times in seconds. `stream`: somebody reads along. `priority`: 0 to 9, larger first."""
 
     hash: str
     token: str
@@ -37,6 +37,7 @@ class Claim(NamedTuple):
     log: bytes = b""
     claimed: float = 0.0
     stream: bool = False
+    priority: int = 5
 
     @property
     def rid(self) -> str:
@@ -82,11 +83,12 @@ def read_claims(token: str, answer: list[Any]) -> list[Claim]:
             hash=entries[i].decode(),
             token=token,
             company=_COMPANY[entries[i + 1][:1]],
-            enqueued=int(entries[i + 2]) / 1000,
+            enqueued=int(entries[i + 2][1:]) / 1000,
             log=entries[i + 3],
             body=entries[i + 4],
             claimed=now,
             stream=len(entries[i + 1]) > 1,
+            priority=int(entries[i + 2][:1]),
         )
         for i in range(0, len(entries), 5)
     ]

@@ -19,6 +19,7 @@ from turnmill.cli.replies import replies
 from turnmill.cli.run import run
 from turnmill.cli.serve import serve
 from turnmill.cli.status import status
+from turnmill.cli.suite import suite
 from turnmill.cli.why import why
 from turnmill.cli.worker import worker
 
@@ -38,6 +39,7 @@ def cli(verbose: bool) -> None:
 
 for command in (
     run,
+    suite,
     replies,
     status,
     cancel,

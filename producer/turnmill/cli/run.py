@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 from pydantic import ValidationError
-from rich.live import Live
 
 from turnmill import display
-from turnmill.asking import AGAIN, Again
-from turnmill.budget import FailureBudget
+from turnmill.asking import Again
 from turnmill.cli.common import (
     BUDGET_SPENT,
     CANCELLED,
     Work,
-    a_farm,
     emit,
     err,
     execute,
@@ -28,19 +21,13 @@ from turnmill.cli.common import (
     terminal,
     with_options,
 )
-from turnmill.client import Client
-from turnmill.conversations import Conversation, read_conversations
+from turnmill.cli.driving import a_place, attempt_options, drive, look_ahead, say_left_out
 from turnmill.errors import UsageError
-from turnmill.faults import patiently
-from turnmill.local_farm import WorkerCommand, WorkerProcess
-from turnmill.output import PARTIAL, REPLIES, RunFiles
-from turnmill.run import Run, RunEnd, RunSettings
-from turnmill.scaffolds.multi_turn_chat import multi_turn_chat
-from turnmill.settings import check_name, parse_duration
-from turnmill.tasks import end_tasks
-from turnmill.turn import Sampling, explain
-
-LINE_SECONDS = 10.0
+from turnmill.output import PARTIAL, REPLIES
+from turnmill.run import RunEnd
+from turnmill.scaffolds.finding import takes
+from turnmill.spec import Attempt, Plan, RunSpec, plan, problems
+from turnmill.turn import Sampling
 
 _sampling_options = [
     click.option("--temperature", type=float),
@@ -58,7 +45,29 @@ _sampling_options = [
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
+@click.argument("file")
+@click.option(
+    "--scaffold",
+    default="multi_turn_chat",
+    show_default=True,
+    help="What drives the conversations: a name, or MODULE:ATTRIBUTE.",
+)
+@click.option(
+    "--set",
+    "options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An option of the scaffold. May be given several times.",
+)
+@click.option(
+    "--unsafe-local",
+    is_flag=True,
+    help="Where there is no sandbox, let a model's commands do all that you may.",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), help="Only the first N conversations, after shuffling."
+)
+@click.option("--shuffle", type=int, metavar="SEED", help="In another order, the same for a SEED.")
 @click.option("--run", "name", required=True, help="The run's name: the same name goes on.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="[runs/NAME]")
 @click.option("--model", help="Path or id for the worker started here; else the name to ask for.")
@@ -96,107 +105,79 @@ _sampling_options = [
 )
 @click.option("--skip-bad", is_flag=True, help="Leave bad lines out instead of refusing the file.")
 @click.option(
-    "--again",
-    type=click.Choice(AGAIN),
-    multiple=True,
-    help="Ask again what is stored with this ending. May be given several times.",
-)
-@click.option("--extend", is_flag=True, help="Take changed input or settings under the same name.")
-@click.option(
     "--keep",
     metavar="DURATION",
     help="Forget the answers so long after the run has ended: 90s, 30m, 12h, 7d. [never]",
 )
+@with_options(attempt_options)
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON on standard output.")
 @with_options(_sampling_options)
 @with_options(redis_options)
 @click.argument("engine_arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    file: Path,
+    file: str,
+    options: tuple[str, ...],
+    unsafe_local: bool,
     name: str,
     out: Path | None,
-    model: str | None,
-    engine: str | None,
-    served_name: str | None,
-    slots: int | None,
-    concurrency: str,
-    max_failures: str,
-    epochs: int,
-    seed: int | None,
-    reuse: Literal["run", "all"],
-    skip_bad: bool,
     again: tuple[Again, ...],
     extend: bool,
-    keep: str | None,
+    allow_mixed: bool,
+    dry_run: bool,
     as_json: bool,
     redis_url: str | None,
     namespace: str | None,
     data: Path | None,
-    engine_arguments: tuple[str, ...],
-    **sampling: Any,
+    **given: Any,
 ) -> None:
     """Drive the conversations of FILE; run again, go on where it stopped.
 
-    FILE has a conversation a line, or MT-Bench's lines; - is standard input. Without a Redis, an embedded
-    server and one worker are started; arguments after -- go to that worker's engine.
+    FILE has a conversation a line, or MT-Bench's or Multi-IF's; a name that ends in .csv is Multi-IF's table; - is standard
+    input. Other scaffolds read other files. Without a Redis, an embedded server and one worker are started; arguments after
+    -- go to that worker's engine.
     """
 
     def prepare() -> Work:
-        check_name(name, "run")
-        settings = RunSettings(
-            name=name,
-            model="",
-            sampling=_sampling(sampling),
-            epochs=epochs,
-            seed=seed,
-            reuse=reuse,
-            concurrency=_concurrency(concurrency),
-            max_failures=FailureBudget.parse(max_failures),
-            again=frozenset(again),
-            extend=extend,
-            keep=None if keep is None else parse_duration(keep),
-        )
-        loaded = read_conversations(file, skip_bad)
-        for bad in loaded.bad:
-            err.print(f"left out: {bad}", markup=False, soft_wrap=True)
-        if redis_url and (engine or slots or engine_arguments):
+        spec = _spec(file, _scaffold_options(options, unsafe_local), given)
+        if unsafe_local and not takes(spec.scaffold, "unsafe_local"):
+            raise UsageError(
+                f"--unsafe-local: scaffold {spec.scaffold!r} has no sandbox to do without"
+            )
+        planned = plan(name, spec, out or Path("runs") / name, Attempt(again, extend, allow_mixed))
+        say_left_out(planned)
+        if redis_url and (spec.engine or spec.slots or spec.engine_arguments):
             raise UsageError(
                 "REDIS_URL is set: its workers are used, --engine and its arguments are not"
             )
-        return lambda: work(settings, loaded.conversations)
+        return lambda: work(planned)
 
-    async def work(settings: RunSettings, conversations: Sequence[Conversation]) -> int:
-        folder = out or Path("runs") / name
-        async with contextlib.AsyncExitStack() as stack:
-            files = stack.enter_context(RunFiles(folder, name))
-            worker = None
-            farm = await stack.enter_async_context(a_farm(redis_url, namespace, data))
-            if not redis_url:
-                command = WorkerCommand(
-                    engine or "local", model, served_name, slots, engine_arguments
-                )
-                worker = WorkerProcess(command, farm, folder / "worker.log")
-                worker.start()
-                stack.push_async_callback(asyncio.to_thread, worker.stop)
-            async with (
-                Client(farm.url, namespace=farm.namespace, run=name, patience=None) as client,
-                _kept_alive(worker),
-            ):
-                if worker:
-                    asked = await worker.served_model(client.store)
+    async def work(planned: Plan) -> int:
+        async with a_place(redis_url, namespace, data) as place:
+            if dry_run:
+                outlook = await look_ahead(planned, place)
+                if as_json:
+                    emit(outlook.model_dump_json())
                 else:
-                    asked = served_name or model or await _only_model(client)
-                a_run = Run(
-                    replace(settings, model=asked),
-                    conversations,
-                    multi_turn_chat,
-                    client,
-                    files,
-                )
-                end = await _show_while(a_run, name)
-        return _report(end, folder, as_json)
+                    terminal.print(display.outlook_table(outlook))
+                return 0
+            end = await drive(planned, place)
+        return _report(end, planned.folder, as_json)
 
     execute(prepare)
+
+
+def _spec(file: str, options: dict[str, str], given: dict[str, Any]) -> RunSpec:
+    """What was typed. Raises UsageError."""
+    # `--seed` is the run's, from which draws get theirs.
+    sampling = {
+        name: given.pop(name) for name in Sampling.model_fields.keys() & given.keys() - {"seed"}
+    }
+    sampling["stop"] = list(sampling["stop"]) or None
+    given["engine_arguments"] = list(given["engine_arguments"])
+    try:
+        return RunSpec.model_validate({"data": file, "set": options, "sampling": sampling, **given})
+    except ValidationError as error:
+        raise UsageError("; ".join(problems(error))) from None
 
 
 def _report(end: RunEnd, folder: Path, as_json: bool) -> int:
@@ -228,73 +209,11 @@ def _report(end: RunEnd, folder: Path, as_json: bool) -> int:
     return 0
 
 
-async def _show_while(a_run: Run, name: str) -> RunEnd:
-    driving = asyncio.create_task(a_run.drive())
-    try:
-        if err.is_terminal:
-            with Live(
-                display.LiveProgress(name, a_run.progress), console=err, refresh_per_second=4
-            ):
-                return await driving
-        while not driving.done():
-            await asyncio.wait({driving}, timeout=LINE_SECONDS)
-            if not driving.done():
-                err.print(display.progress_line(a_run.progress), markup=False, soft_wrap=True)
-        return await driving
-    finally:
-        await end_tasks([driving])
-
-
-@contextlib.asynccontextmanager
-async def _kept_alive(worker: WorkerProcess | None) -> Any:
-    """Inside the block the worker is started again when it ends. If that is no use, the block is left with
-    the worker's own words."""
-    if worker is None:
-        yield
-        return
-    keeper = asyncio.create_task(worker.keep_alive())
-    body = asyncio.current_task()
-    assert body is not None
-    keeper.add_done_callback(lambda task: None if task.cancelled() else body.cancel())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if keeper.done() and not keeper.cancelled():
-            keeper.result()
-        raise
-    finally:
-        await end_tasks([keeper])
-
-
-async def _only_model(client: Client) -> str:
-    """The model that the live workers serve, once there is a worker."""
-    said = False
-    while True:
-        workers = await patiently(client.store.workers, patience=None, doing="looking for workers")
-        models = sorted({worker.model for worker in workers})
-        if len(models) == 1:
-            return models[0]
-        if models:
-            raise UsageError(f"workers serve {', '.join(models)}: choose one with --model")
-        if not said:
-            err.print(
-                "no live worker yet, and no --model: waiting for a worker to say what it serves"
-            )
-        said = True
-        await asyncio.sleep(1.0)
-
-
-def _sampling(options: dict[str, Any]) -> Sampling:
-    options["stop"] = list(options["stop"]) or None
-    try:
-        return Sampling(**options)
-    except ValidationError as error:
-        raise UsageError(f"sampling: {explain(error)}") from None
-
-
-def _concurrency(text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
-        raise UsageError(f"concurrency {text!r}: auto, or a number of conversations")
-    return int(text)
+def _scaffold_options(given: tuple[str, ...], unsafe_local: bool) -> dict[str, str]:
+    options: dict[str, str] = {"unsafe_local": "true"} if unsafe_local else {}
+    for text in given:
+        name, there, value = text.partition("=")
+        if not there or not name:
+            raise UsageError(f"--set {text!r}: NAME=VALUE")
+        options[name] = value
+    return options

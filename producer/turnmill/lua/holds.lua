@@ -43,7 +43,7 @@ local function forget_rest(run)
     local named = run .. ':' .. attempt
     C('UNLINK', N .. 'attempt:' .. named, N .. 'draws:' .. named)
   end
-  C('UNLINK', run_key(run), N .. 'manifest:' .. run, N .. 'attempts:' .. run)
+  C('UNLINK', run_key(run), N .. 'manifest:' .. run, N .. 'journal:' .. run, N .. 'engines:' .. run, N .. 'attempts:' .. run)
   C('ZREM', N .. 'expiring', run)
   C('SREM', N .. 'runs', run)
   return 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from turnmill.conversations import Conversation
-from turnmill.scaffolds.base import Ask, Ended
+from turnmill.conversations import Conversation, read_conversations
+from turnmill.scaffolds.base import Ask, Ended, Scaffold
 from turnmill.turn import Message
 
 
-async def multi_turn_chat(conversation: Conversation, ask: Ask) -> Ended:
+async def drive(conversation: Conversation, ask: Ask) -> Ended:
     """Ask each user message with all that was said before. A reply that met its own `max_tokens` is part of
     the conversation like any other; a full context ends it."""
     messages: list[Message] = []
@@ -20,3 +20,6 @@ async def multi_turn_chat(conversation: Conversation, ask: Ask) -> Ended:
         if reply.capped == "context":
             return Ended(messages, "context")
     return Ended(messages)
+
+
+multi_turn_chat = Scaffold(drive, read_conversations)

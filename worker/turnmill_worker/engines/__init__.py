@@ -10,6 +10,7 @@ from turnmill_worker.engines.base import EngineFactory
 
 _INSTALL = {
     "sglang": "pip install 'turnmill[sglang]'",
+    "vllm": "pip install 'turnmill[vllm]'",
     "openai": "pip install 'turnmill[openai]'",
     "local": "pip install 'turnmill[local]'",
     "sim": "pip install turnmill",

@@ -32,3 +32,14 @@ def amount(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number of 0 or more")
     return number
+
+
+def first_line(error: BaseException) -> str:
+    """What an engine's exception says, in one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def last_line(text: str) -> str:
+    """The last line of what an engine's parser printed: what comes before is its usage."""
+    return (text.strip().splitlines() or [""])[-1]

@@ -32,3 +32,12 @@ def room(
     if asked is not None and asked <= left:
         return Room(asked, "output", asked)
     return Room(left, "context", context)
+
+
+def met(space: Room, length: int | None, prompt_tokens: int) -> tuple[Cap | None, int | None]:
+    """Which limit an answer met that ended after `length` tokens (None: it met none), and how many tokens that is."""
+    if length is None:
+        return None, None
+    if length < space.max_tokens:  # a limit of the engine's own, which it applies silently
+        return "context", prompt_tokens + length
+    return space.limited_by, space.limit

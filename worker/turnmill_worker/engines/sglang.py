@@ -20,12 +20,9 @@ import io
 import json
 import logging
 import multiprocessing
-import os
 import signal
-import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -34,8 +31,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from turnmill.errors import UsageError
-from turnmill.reply import Cap, EngineIdentity, Usage
+from turnmill.reply import EngineIdentity, Usage
 from turnmill.turn import Turn, explain
+from turnmill_worker.engines.adapters import adapter_of
+from turnmill_worker.engines.arguments import first_line, last_line
 from turnmill_worker.engines.base import (
     Answer,
     Capacity,
@@ -47,10 +46,13 @@ from turnmill_worker.engines.base import (
     TurnError,
 )
 from turnmill_worker.engines.calls import name_calls
+from turnmill_worker.engines.identity import plain_name, prompt_digest
 from turnmill_worker.engines.kept import can_be_told, can_go_on
 from turnmill_worker.engines.loop_thread import LoopThread
-from turnmill_worker.engines.room import Room, room
+from turnmill_worker.engines.room import Room, met, room
 from turnmill_worker.engines.sglang_growing import GoingOn, Grown, remembers_nothing
+from turnmill_worker.engines.sglang_parsers import complete_parsers
+from turnmill_worker.engines.sglang_seeds import Seeds
 
 T = TypeVar("T")
 
@@ -104,11 +106,15 @@ class SGLangEngine:
                 self._forget_signal()
                 raise
         self._manager = self._engine.tokenizer_manager
+        complete_parsers(arguments, self._manager)
         self._chat = self._manager.serving_chat_class(self._manager, self._engine.template_manager)
         self._completions = _completions(self._manager, self._engine.template_manager)
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="sglang-chat")
         self._identity = self._identify()
+        loaded = self._manager.lora_ref_cache
+        self.adapters = {name: str(adapter.lora_path) for name, adapter in loaded.items()}
         self._context, self._max_prompt = self._limits()
+        self._seeds = Seeds(used=arguments.enable_deterministic_inference)
         self._going_on = GoingOn(self._manager, self._end_of_reasoning())
 
     def start(self) -> None:
@@ -124,8 +130,7 @@ class SGLangEngine:
     def served_name(self) -> str:
         if self._settings.served_name:
             return self._settings.served_name
-        name: str = self._manager.served_model_name
-        return os.path.basename(os.path.normpath(name)) if os.path.exists(name) else name
+        return plain_name(self._manager.served_model_name)
 
     # What it can hold
 
@@ -184,6 +189,8 @@ class SGLangEngine:
             revision=self._engine.server_args.revision,
             dtype=str(model.dtype).removeprefix("torch."),
             template_digest=hashlib.sha256(self._template().encode()).hexdigest(),
+            tool_parser=self._chat.tool_call_parser or None,
+            reasoning_parser=self._chat.reasoning_parser or None,
         )
 
     def _template(self) -> str:
@@ -287,6 +294,7 @@ class SGLangEngine:
         fields = turn.model_dump(
             exclude_none=True, exclude={"model", "revision", "sampling", "sample"}
         )
+        fields["lora_path"] = adapter_of(turn, self)  # its name: SGLang knows where it came from
         # max_tokens is left to us: SGLang would refuse one that is larger than the context.
         fields |= turn.sampling.model_dump(exclude_none=True, exclude={"max_tokens"})
         serving, kind = self._chat, ChatCompletionRequest
@@ -297,13 +305,14 @@ class SGLangEngine:
             if fields.pop("logprobs", False):
                 fields["logprobs"] = top
         try:
-            # Its own name for the model: in any other, what follows a colon is a LoRA adapter.
+            # Its own name for the model: any other it takes apart, and what follows a colon is an adapter to it.
             body = kind(model=self._manager.served_model_name, rid=rid, **fields)
             if refusal := serving._validate_request(body):
                 raise InvalidRequest(refusal)
             request, body = serving._convert_to_internal_request(body)
             if turn.prompt is not None:
                 request.input_ids, request.text = self._prompt_of(request), None
+            self._seeds.settle(turn, request.sampling_params)
         except ValidationError as error:
             raise InvalidRequest(explain(error)) from None
         except (EngineError, MemoryError, RuntimeError):
@@ -356,7 +365,7 @@ class SGLangEngine:
             error = InvalidRequest if finish.get("status_code") == 400 else TurnError
             raise error(finish.get("message") or "aborted by the engine")
         length = finish.get("length")
-        limited_by, limit = _met(space, length, meta["prompt_tokens"])
+        limited_by, limit = met(space, length, meta["prompt_tokens"])
         usage = Usage(
             prompt_tokens=meta["prompt_tokens"],
             completion_tokens=meta["completion_tokens"],
@@ -468,14 +477,6 @@ class SGLangEngine:
             raise self._gone()
 
 
-def prompt_digest(ids: list[int]) -> str:
-    """SHA-256 over the token ids of a prompt, each as 4 bytes, little-endian."""
-    words = array("I", ids)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return hashlib.sha256(words.tobytes()).hexdigest()
-
-
 def _arguments(settings: EngineSettings) -> Any:
     """SGLang's ServerArgs. Raises UsageError with SGLang's own words, in one line."""
     try:
@@ -496,9 +497,11 @@ def _arguments(settings: EngineSettings) -> Any:
     except SystemExit as exit:
         if not exit.code:  # --help
             raise
-        raise UsageError(f"engine sglang: {_last_line(said.getvalue())}") from None
+        raise UsageError(
+            f"engine sglang: {last_line(said.getvalue()).removeprefix('sglang serve: error: ')}"
+        ) from None
     except Exception as error:
-        raise UsageError(f"engine sglang: {_first_line(error)}") from error
+        raise UsageError(f"engine sglang: {first_line(error)}") from error
     if arguments.allow_auto_truncate:
         raise UsageError("engine sglang: --allow-auto-truncate: prompts are never cut silently")
     if arguments.skip_tokenizer_init:
@@ -525,8 +528,8 @@ def _launch(arguments: Any) -> Any:
             process.kill()
             process.join()
         if isinstance(error, RuntimeError) and "nitialization" in str(error):
-            raise EngineDied(f"SGLang did not start: {_first_line(error)}") from error
-        raise UsageError(f"engine sglang: {_first_line(error)}") from error
+            raise EngineDied(f"SGLang did not start: {first_line(error)}") from error
+        raise UsageError(f"engine sglang: {first_line(error)}") from error
     if engine.tokenizer_manager is None:
         # A node of rank above 0 is inside Engine() for as long as rank 0 lives.
         raise EngineDied("the node of rank 0 has ended, and this one with it")
@@ -573,26 +576,8 @@ def _turn_error(error: Exception) -> EngineError:
     return TurnError(text if status else f"{type(error).__name__}: {text}")
 
 
-def _met(space: Room, length: int | None, prompt_tokens: int) -> tuple[Cap | None, int | None]:
-    """Which limit an answer met that ended after `length` tokens (None: it met none)."""
-    if length is None:
-        return None, None
-    if length < space.max_tokens:  # a limit of the engine's own, which it applies silently
-        return "context", prompt_tokens + length
-    return space.limited_by, space.limit
-
-
 def _refusal(response: Any) -> str:
     """The words of one of SGLang's error responses."""
     if hasattr(response, "message"):
         return str(response.message)
     return str(json.loads(response.body)["message"])
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1].removeprefix("sglang serve: error: ")

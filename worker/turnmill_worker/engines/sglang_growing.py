@@ -3,15 +3,14 @@ version of SGLang; it imports nothing of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from turnmill.turn import Turn
-from turnmill_worker.engines.kept import Part, ends_whole, joined, settled
-from turnmill_worker.engines.tokens import KeptToken, pack_tokens, unpack_tokens
-
-_DECODE_CONTEXT = 5
-"""Tokens before those that SGLang's detokenizer decodes."""
+from turnmill_worker.engines.growing import Cut, Growing, taken_over, text_of
+from turnmill_worker.engines.kept import Part
+from turnmill_worker.engines.tokens import KeptToken
 
 _REMEMBERS = (
     "min_new_tokens",
@@ -24,19 +23,11 @@ _REMEMBERS = (
 )
 
 
-_TAIL = 8
-"""Tokens: a character is made of no more."""
-
-
-class Grown:
-    """What there is of an unfinished answer: tokens taken over from an earlier try, and their text; and those made since.
-    Written on the loop thread, read on the worker's."""
+class Grown(Growing):
+    """Takes what SGLang says of an answer while it grows: all of it so far, each time."""
 
     def __init__(self) -> None:
-        self.before: list[KeptToken] = []
-        self.text_before = ""
-        self._ids: list[int] = []
-        self._made: tuple[int, str] = (0, "")  # so many tokens, with this text
+        super().__init__()
         self._logprobs: list[Any] | None = None
         self._top: list[Any] | None = None
 
@@ -47,33 +38,6 @@ class Grown:
         self._top = meta.get("output_top_logprobs")
         self._ids = output["output_ids"]
         self._made = meta["completion_tokens"], output["text"]
-
-    def part(self, offset: int) -> Part:
-        count, _ = self._made
-        first = min(count, max(0, offset - len(self.before)))
-        ids = self._ids[first:count]
-        made = [self._token(first + index, id) for index, id in enumerate(ids)]
-        tokens = [*self.before[offset:], *made]
-        return Part(offset, len(tokens), pack_tokens(tokens) if tokens else b"")
-
-    def telling(
-        self, stops: Sequence[str], cut: Callable[[list[int]], bool]
-    ) -> Callable[[int], str]:
-        """What readers may be told (base.py). `cut`: whether tokens end inside a character."""
-        settled = ""  # what was made since, up to where the answer could go on
-
-        def since(characters: int) -> str:
-            nonlocal settled
-            count, text = self._made
-            tail = self._ids[max(0, count - _TAIL) : count]
-            if len(text) > len(settled) and ends_whole(text, stops) and not cut(tail):
-                settled = text
-            before = len(self.text_before)
-            if characters < before:
-                return self.text_before[characters:] + settled
-            return settled[characters - before :]
-
-        return since
 
     def _token(self, index: int, id: int) -> KeptToken:
         if self._logprobs is None:
@@ -88,34 +52,21 @@ class GoingOn:
 
     def __init__(self, manager: Any, think_end: list[int]) -> None:
         self._manager, self._think_end = manager, think_end
-        self._cut: dict[int, bool] = {}
+        self._cut = Cut()
 
     def taken_over(
         self, turn: Turn, request: Any, kept: Sequence[Part], most: int
     ) -> list[KeptToken]:
         """The kept tokens from which the answer goes on."""
-        tokens = joined(kept, unpack_tokens)[: max(0, most)]
-        ids = [token.id for token in tokens]
-        count = settled(
-            len(ids), lambda n: self._decode(request, ids[:n]), turn.sampling.stop or ()
-        )
-        return tokens[:count]
+        return taken_over(kept, most, partial(self._decode, request), turn.sampling.stop or ())
 
     def cut(self, request: Any, ids: list[int]) -> bool:
         """Whether tokens end inside a character. SGLang leaves such an end out of its text."""
-        last = ids[-1]
-        if last not in self._cut:
-            text = self._decode(request, [last])
-            self._cut[last] = not text or text.endswith("\N{REPLACEMENT CHARACTER}")
-        # By itself such a token may still be the end of a character.
-        return self._cut[last] and self._decode(request, ids).endswith("\N{REPLACEMENT CHARACTER}")
+        return self._cut(partial(self._decode, request), ids)
 
     def text_of(self, request: Any, prompt: list[int], tokens: list[KeptToken]) -> str:
         """The text of an answer's first tokens."""
-        # A tokenizer that joins words decodes differently at the beginning of a text.
-        context = prompt[-_DECODE_CONTEXT:]
-        ids = [token.id for token in tokens]
-        return self._decode(request, context + ids)[len(self._decode(request, context)) :]
+        return text_of(partial(self._decode, request), prompt, tokens)
 
     def _decode(self, request: Any, ids: list[int]) -> str:
         """As SGLang's detokenizer does."""

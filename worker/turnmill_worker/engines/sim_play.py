@@ -3,7 +3,8 @@
 A file of JSON lines, `{"users": [TEXT, ...], "answers": [MESSAGE, ...]}`: once the user messages of a conversation are
 these, the first answer is the first message, the next one (after the tools that it called have answered) the second,
 and so on. System and tool messages have no say. A message has `content`, or `tool_calls`, or both; calls without an
-id get one that is the same whenever the turn is.
+id get one that is the same whenever the turn is; arguments that are a text are answered as it is, as by a model that writes
+no JSON. Tools that the turn does not offer are not called.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Call(BaseModel):
 
     id: str | None = None
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | str
 
 
 class _Line(BaseModel):
@@ -81,14 +82,20 @@ class Play:
         if since >= len(lines):
             raise InvalidRequest(f"the play has {len(lines)} answers to {users[-1][:300]!r}")
         line = lines[since]
-        if not line.tool_calls:
+        offered = {(tool.function or {}).get("name") for tool in turn.tools or ()}
+        calls = [
+            _call(call, f"call_{turn.hash[:20]}{i}")
+            for i, call in enumerate(line.tool_calls)
+            if call.name in offered
+        ]
+        if not calls:
             return {"role": "assistant", "content": line.content or ""}
-        if not turn.tools:
-            raise InvalidRequest(f"the play calls {line.tool_calls[0].name}, and there is no tool")
-        calls = [_call(call, f"call_{turn.hash[:20]}{i}") for i, call in enumerate(line.tool_calls)]
         return {"role": "assistant", "content": line.content, "tool_calls": calls}
 
 
 def _call(call: _Call, name: str) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    arguments = call.arguments
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": call.name, "arguments": arguments}
     return {"id": call.id or name, "type": "function", "function": function}

@@ -1,6 +1,6 @@
 -- CLAIM: a worker takes turns. ARGV: token, how many, how many it holds, bytes (of bodies, the first always).
 -- Returns: more (1: more is ready), drain (1: nothing for now, also where you have room), jobs of arq's clients to be
--- seen to, then per turn: hash, mark (an `s` behind it: somebody reads along), when it was asked for (ms), earlier
+-- seen to, then per turn: hash, mark (an `s` behind it: somebody reads along), its waiter (priority, and when it asked), earlier
 -- tries (JSON list, inside), body.
 local token, want, holding, room = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local worker = token:sub(1, 8)
@@ -28,7 +28,7 @@ local function hand_out(h, mark, run, waiter, body, known)
   leases[#leases + 1] = h
   out[#out + 1] = h
   out[#out + 1] = tries[2] and mark .. 's' or mark
-  out[#out + 1] = waiter:sub(2)
+  out[#out + 1] = waiter
   out[#out + 1] = tries[1] or ''
   out[#out + 1] = body
   room = room - #body

@@ -1,0 +1,187 @@
+"""A run as somebody asks for it, on the command line or in a suite; and the same run read, ready to be driven."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from turnmill.asking import Again
+from turnmill.budget import FailureBudget
+from turnmill.errors import BadInput, UsageError
+from turnmill.lines import Item
+from turnmill.local_farm import WorkerCommand
+from turnmill.run_settings import RunSettings
+from turnmill.scaffolds.base import Scaffold
+from turnmill.scaffolds.finding import find
+from turnmill.settings import check_name, parse_duration
+from turnmill.turn import Sampling
+
+OWN_WORDS = "turnmill"
+"""The type of pydantic's errors whose text names the field itself."""
+
+
+def _read_by(parse: Callable[[str], Any], *types: type) -> BeforeValidator:
+    """Reads text, or a number as one would type it; what has one of the `types` stays."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, types):
+            return value
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise PydanticCustomError("text", "must be text or a number")
+        try:
+            return parse(str(value))
+        except UsageError as error:
+            raise PydanticCustomError(OWN_WORDS, "{text}", {"text": str(error)}) from None
+
+    return BeforeValidator(read)
+
+
+def _concurrency(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise UsageError(f"concurrency {text!r}: auto, or a number of conversations")
+    return int(text)
+
+
+def _option(value: Any) -> Any:
+    """An option of a scaffold, as `--set` has it: text."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float) else value
+
+
+class RunSpec(BaseModel):
+    """What to run, and how. `data`: what the scaffold reads. `set`: its options. `engine`, `slots` and
+    `engine_arguments` are for a worker of the run's own."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True
+    )
+
+    data: str
+    scaffold: str = "multi_turn_chat"
+    set: dict[str, Annotated[str, BeforeValidator(_option)]] = {}
+    limit: Annotated[int, Field(ge=1)] | None = None
+    shuffle: int | None = None
+    skip_bad: bool = False
+    model: str | None = None
+    served_name: str | None = None
+    sampling: Sampling = Sampling()
+    epochs: Annotated[int, Field(ge=1)] = 1
+    seed: int | None = None
+    reuse: Literal["run", "all"] = "run"
+    concurrency: Annotated[int | None, _read_by(_concurrency, type(None))] = None
+    max_failures: Annotated[FailureBudget, _read_by(FailureBudget.parse, FailureBudget)] = (
+        FailureBudget.parse("5%")
+    )
+    keep: Annotated[float | None, _read_by(parse_duration, type(None))] = None
+    engine: str | None = None
+    slots: Annotated[int, Field(ge=1)] | None = None
+    engine_arguments: list[str] = []
+
+    @property
+    def asks_for(self) -> str | None:
+        """The name of the model that turns ask for, if it is said."""
+        return self.served_name or self.model
+
+    def may_serve(self, name: str) -> bool:
+        """Whether turns ask for this name of the run's own worker, as far as can be told without starting it."""
+        if self.served_name or not self.model:
+            return self.served_name in (None, name)
+        path = Path(self.model)
+        return name in (self.model, path.name, path.stem)
+
+    @property
+    def worker(self) -> WorkerCommand:
+        """The worker to start where there is no farm."""
+        return WorkerCommand(
+            self.engine or "local",
+            self.model,
+            self.served_name,
+            self.slots,
+            tuple(self.engine_arguments),
+        )
+
+
+def problems(error: ValidationError) -> list[str]:
+    """What is wrong with a RunSpec, each with the field that it is about."""
+    return [problem(item) for item in error.errors(include_url=False, include_input=False)]
+
+
+def problem(item: ErrorDetails, of: type[RunSpec] = RunSpec) -> str:
+    """One of pydantic's errors in our words."""
+    steps = [str(step) for step in item["loc"]]
+    if item["type"] == OWN_WORDS:
+        return item["msg"]
+    text = {"missing": "is missing", "extra_forbidden": "unknown key"}.get(
+        item["type"], item["msg"]
+    )
+    if item["type"] == "extra_forbidden":
+        known = Sampling.model_fields if steps[0] == "sampling" else of.model_fields
+        if close := get_close_matches(steps[-1], known, n=1):
+            text = f"{text}, did you mean {close[0]}?"
+    return f"{'.'.join(steps)}: {text}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What is said of one attempt at a run, and is no part of what the run is: see RunSettings."""
+
+    again: Collection[Again] = ()
+    extend: bool = False
+    allow_mixed: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run whose input was read. `settings.model` is empty until it is known. `left_out`: bad lines."""
+
+    spec: RunSpec
+    settings: RunSettings
+    folder: Path
+    scaffold: Scaffold[Any]
+    items: Sequence[Item]
+    left_out: Sequence[BadInput]
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+
+def plan(name: str, spec: RunSpec, folder: Path, attempt: Attempt) -> Plan:
+    """Find the scaffold of a run and read its input. Raises UsageError, BadInput among them."""
+    check_name(name, "run")
+    scaffold = find(spec.scaffold, spec.set)
+    loaded = scaffold.read(spec.data, spec.skip_bad)
+    settings = RunSettings(
+        name=name,
+        model="",
+        scaffold=spec.scaffold,
+        sampling=spec.sampling,
+        epochs=spec.epochs,
+        seed=spec.seed,
+        reuse=spec.reuse,
+        concurrency=spec.concurrency,
+        max_failures=spec.max_failures,
+        again=frozenset(attempt.again),
+        extend=attempt.extend,
+        allow_mixed=attempt.allow_mixed,
+        keep=spec.keep,
+    )
+    items = _chosen(loaded.items, spec.limit, spec.shuffle)
+    return Plan(spec, settings, folder, scaffold, items, loaded.bad)
+
+
+def _chosen(items: Sequence[Item], limit: int | None, shuffle: int | None) -> Sequence[Item]:
+    """The items of a run, in its order."""
+    if shuffle is not None:
+        items = random.Random(shuffle).sample(items, len(items))
+    return items[:limit]
