@@ -149,7 +149,9 @@ def _add_caps(table: Table, capped: Caps) -> None:
 
 def status_tables(status: FarmStatus) -> Group:
     """Queues, runs and workers."""
-    queues = Table("model", "queued", "running", "due later", "suspects", "workers", title="queues")
+    queues = _table(
+        "model", "queued", "running", "due later", "suspects", "workers", title="queues"
+    )
     for model, depth in status.queues.items():
         live = sum(worker.model == model for worker in status.workers)
         workers = str(live) if live or not depth.queued else "none: turns wait"
@@ -161,10 +163,10 @@ def status_tables(status: FarmStatus) -> Group:
             str(depth.suspects),
             workers,
         )
-    runs = Table("run", "turns", "answered", "failed", "cancelled", title="runs")
+    runs = _table("run", "turns", "answered", "failed", "cancelled", title="runs")
     for run in status.runs:
         runs.add_row(run.name, str(run.total), str(run.done), str(run.failed), str(run.cancelled))
-    live_workers = Table(
+    live_workers = _table(
         "worker",
         "host",
         "model",
@@ -195,8 +197,16 @@ def status_tables(status: FarmStatus) -> Group:
     return Group(*tables)
 
 
+def _table(*columns: str, title: str) -> Table:
+    """Cells that are too long are folded: names that are cut off cannot be compared."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
 def _benched_table(workers: Sequence[BenchedWorker], now: float) -> Table:
-    table = Table(
+    table = _table(
         "host",
         "model",
         "engine",
