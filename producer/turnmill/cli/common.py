@@ -94,6 +94,18 @@ async def a_farm(
         await asyncio.to_thread(server.close)
 
 
+def say_how_to_join(farm: Farm) -> None:
+    """For commands that start an embedded server, but no worker."""
+    namespace = (
+        "" if farm.namespace == DEFAULT_NAMESPACE else f" TURNMILL_NAMESPACE={farm.namespace}"
+    )
+    err.print(
+        f"no REDIS_URL: an embedded server, which starts no worker. One joins with REDIS_URL={farm.url}{namespace}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
 # Ending
 
 
