@@ -11,6 +11,7 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from turnmill.client import Client
 from turnmill.errors import RecordError
 from turnmill.faults import patiently
+from turnmill.turn import Message
 from turnmill.wire import pack, unpack
 
 
@@ -49,7 +50,9 @@ class Journal:
         return from_json(data)
 
 
-def effect_name(conversation: str, epoch: int, turn: str, key: str) -> str:
-    """32 hex digits: which effect this is. `turn`: the hash of the turn before it, which knows all that was said."""
-    parts = json.dumps([conversation, epoch, turn, key])
+def effect_name(conversation: str, epoch: int, turn: str, said: Message | None, key: str) -> str:
+    """32 hex digits: which effect this is. `turn`: the hash of the turn before it, which knows all that was said before.
+    `said`: its answer, if it had one, for a turn can be asked anew and be answered otherwise."""
+    answer = "" if said is None else to_json(said, exclude_none=True).decode()
+    parts = json.dumps([conversation, epoch, turn, answer, key])
     return hashlib.sha256(parts.encode()).hexdigest()[:32]

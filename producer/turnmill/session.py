@@ -41,7 +41,7 @@ class Session:
     ) -> None:
         self._draws, self._journal, self._where = draws, journal, where
         self._turn, self._answer, self._may_do = turn, answer, may_do
-        self._last = ""
+        self._last: tuple[str, Message | None] = ("", None)
         self._keys: set[str] = set()
         self._behind: list[_Done] = []
         self.turns: list[TurnResult] = []
@@ -73,7 +73,7 @@ class Session:
                 sampling=self._turn.sampling.model_copy(update=own),
             )
         )
-        self.messages, self._last = list(messages), turn.hash
+        self.messages, self._last = list(messages), (turn.hash, None)
         self._keys.clear()
         try:
             reply = await self._answer(turn, self)
@@ -81,6 +81,7 @@ class Session:
             result = TurnResult(hash=turn.hash, sample=turn.sample, failure=failed.failure)
             self.turns.append(result)
             raise
+        self._last = (turn.hash, reply.message)
         self.messages.append(reply.message)
         self.turns.append(
             TurnResult(
@@ -99,7 +100,7 @@ class Session:
         if key in self._keys:
             raise ValueError(f"the effect {key!r} is asked for twice after one turn")
         self._keys.add(key)
-        name = effect_name(*self._where, self._last, key)
+        name = effect_name(*self._where, *self._last, key)
         if known := await self._journal.get(name):
             value: Value = known[0]
             if rebuild:

@@ -121,8 +121,8 @@ def turn(text: str, model: str, max_tokens: int = 16, **fields: Any) -> Turn:
         "ignore_eos": True,
         "repetition_penalty": 1.0,  # the model has one, and then nothing can be kept
     }
-    messages = {"messages": [{"role": "user", "content": text}]}
-    return Turn.model_validate({"model": model, "sampling": sampling, **messages, **fields})
+    asked = {} if "prompt" in fields else {"messages": [{"role": "user", "content": text}]}
+    return Turn.model_validate({"model": model, "sampling": sampling, **asked, **fields})
 
 
 async def replies(client: Client, turns: list[Turn]) -> list[Reply]:
@@ -164,7 +164,7 @@ async def test_each_name_answers_as_the_engines_own_server_would(
             assert len({str(reply.message.content) for reply in answers[start : start + 3]}) == 3
 
         # A prompt without messages goes to its adapter, too.
-        prompts = [turn("", name, messages=None, prompt="The mill") for name in NAMES]
+        prompts = [turn("", name, prompt="The mill") for name in NAMES]
         assert len({str(reply.message.content) for reply in await replies(client, prompts)}) == 3
 
         # What one name has in the cache is of no use to another.
