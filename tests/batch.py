@@ -23,8 +23,8 @@ class Batch:
         self.client, self.turns = client, turns
 
     @classmethod
-    async def asked(cls, client: Client, texts: Iterable[str]) -> Self:
-        turns = [Turn(model=MODEL, messages=[Message(role="user", content=t)]) for t in texts]
+    async def asked(cls, client: Client, texts: Iterable[str], model: str = MODEL) -> Self:
+        turns = [Turn(model=model, messages=[Message(role="user", content=t)]) for t in texts]
         await client.submit_many(turns)
         return cls(client, turns)
 

@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from redis.asyncio import Redis
 
 from turnmill.archive_file import (
+    ArchivedEffect,
     ArchivedTurn,
     ArchiveFile,
     ArchiveWriter,
@@ -40,6 +41,8 @@ from turnmill.settings import check_name
 log = logging.getLogger("turnmill.archive")
 
 BATCH_TURNS = 200
+BATCH_EFFECTS = 50
+"""Read at once: what an effect was can be long, and the size of none is known before."""
 FULL = 0.85
 """Of maxmemory: what ENQUEUE leaves free for answers, a restored run leaves free too."""
 
@@ -50,24 +53,28 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Archived:
-    """`turns` of a run are in `file`, which has `bytes`. In Redis, `dropped` answers were freed, and `left`
-    turns stay because they changed meanwhile."""
+    """`turns` of a run, and what its `effects` were, are in `file`, which has `bytes`. In Redis, `dropped` answers
+    were freed, and `left` turns stay because they changed meanwhile."""
 
     run: str
     file: str
     bytes: int
     turns: int
+    effects: int
     dropped: int
     left: int
 
 
 @dataclass(frozen=True)
 class Restored:
-    """`stored` answers of a run's `turns` were written; the others were there already."""
+    """`stored` answers of a run's `turns` were written; the others were there already. So with `effects`, of which
+    `written` were."""
 
     run: str
     turns: int
     stored: int
+    effects: int
+    written: int
 
 
 class Archive:
@@ -106,20 +113,28 @@ class Archive:
                 await _in_thread(writer.publish)
             file.path = path
             check()
-            return _archived(file, path) if keep_stored else await self._free(run, file, path)
+            return (
+                _archived(file, path) if keep_stored else await self._free(run, file, path, check)
+            )
 
     async def restore(self, path: Path) -> Restored:
-        """Bring a run back from its file. An answer that is there already wins."""
+        """Bring a run back from its file. An answer, or effect, that is there already wins.
+
+        Effects first: whoever drives a run that is only half back asks turns again, but does nothing twice.
+        """
         file = await _in_thread(lambda: ArchiveFile(path))
         run = check_name(file.header.run, "run")
         await self._check_room(file.trailer)
         async with self._alone(run) as check:
             await self._restore_manifest(run, file.header)
-            stored = 0
-            async for batch in _batches(file):
+            written = stored = 0
+            async for effects in _off_loop(file.effects(BATCH_EFFECTS)):
                 check()
-                stored += await self._restore(run, file.header.weight, batch)
-        return Restored(run, file.trailer.turns, stored)
+                written += await self._restore_effects(run, effects)
+            async for turns in _off_loop(file.batches(BATCH_TURNS)):
+                check()
+                stored += await self._restore(run, file.header.weight, turns)
+        return Restored(run, file.trailer.turns, stored, file.trailer.effects, written)
 
     # Writing
 
@@ -142,16 +157,45 @@ class Archive:
         return header
 
     async def _write(self, run: str, writer: ArchiveWriter, before: ArchiveFile | None) -> None:
-        """First what Redis has: of two lines of one turn, the first counts when it is restored."""
+        """First what Redis has: of two lines of one turn, or effect, the first counts when it is restored."""
+        async for effects in self._journal(run):
+            await _in_thread(partial(writer.add_effects, effects))
+        if before is not None:
+            async for older in _off_loop(before.effects(BATCH_EFFECTS)):
+                missing = await self._patiently(partial(self._not_in_journal, run, older))
+                await _in_thread(partial(writer.add_effects, missing))
         async for model, hashes in self._holdings.turns(run):
             turns = await self._patiently(partial(self._read, run, model, hashes))
             await _in_thread(partial(writer.add, turns))
         if before is None:
             return
-        async for batch in _batches(before):
+        async for batch in _off_loop(before.batches(BATCH_TURNS)):
             held = await self._patiently(partial(self._held, run, batch))
             rest = [turn for turn, is_held in zip(batch, held, strict=True) if not is_held]
             await _in_thread(partial(writer.add, rest))
+
+    async def _journal(self, run: str) -> AsyncIterator[list[ArchivedEffect]]:
+        """All entries, some perhaps twice."""
+        key, cursor = self._keys.journal(run), 0
+        while True:
+            cursor, entries = await self._patiently(
+                lambda at=cursor: self._redis.hscan(key, at, count=BATCH_EFFECTS)
+            )
+            yield [
+                ArchivedEffect(effect=name.decode(), was=as_text(was))
+                for name, was in entries.items()
+            ]
+            if not cursor:
+                return
+
+    async def _not_in_journal(
+        self, run: str, effects: Sequence[ArchivedEffect]
+    ) -> list[ArchivedEffect]:
+        pipe = self._redis.pipeline(transaction=False)
+        for one in effects:
+            pipe.hexists(self._keys.journal(run), one.effect)
+        found = await pipe.execute()
+        return [one for one, is_there in zip(effects, found, strict=True) if not is_there]
 
     async def _read(self, run: str, model: str, hashes: Sequence[str]) -> list[ArchivedTurn]:
         keys = self._keys
@@ -198,16 +242,19 @@ class Archive:
         found = await pipe.execute()
         return [bool(a or b) for a, b in zip(found[::2], found[1::2], strict=True)]
 
-    async def _free(self, run: str, file: ArchiveFile, path: Path) -> Archived:
-        """What the file has goes, if it is still what the file has."""
+    async def _free(
+        self, run: str, file: ArchiveFile, path: Path, check: Callable[[], None]
+    ) -> Archived:
+        """What the file has goes, if it is still what the file has. The journal goes with the last turn."""
         dropped = 0
-        async for batch in _batches(file):
+        async for batch in _off_loop(file.batches(BATCH_TURNS)):
             by_model: dict[str, list[tuple[str, str]]] = {}
             for turn in batch:
                 by_model.setdefault(turn.model, []).append((turn.hash, turn.stored))
             for model, meant in by_model.items():
                 results = await self._holdings.release(run, model, meant)
                 dropped += results.count(1)
+        check()
         return _archived(file, path, dropped, await self._holdings.forget_rest(run))
 
     # Restoring
@@ -231,6 +278,19 @@ class Archive:
             raise ManifestChanged(f"run {run!r} is here already, with other input or settings")
         if engines := header.engines:
             await self._patiently(lambda: self._redis.sadd(self._keys.engines(run), *engines))  # type: ignore[arg-type,return-value]
+
+    async def _restore_effects(self, run: str, effects: Sequence[ArchivedEffect]) -> int:
+        key, written = self._keys.journal(run), 0
+        for some in _portions([[one.effect, as_record(one.was)] for one in effects]):
+
+            async def write(some: list[list[str | bytes | int]] = some) -> int:
+                pipe = self._redis.pipeline(transaction=False)
+                for name, was in some:
+                    pipe.hsetnx(key, str(name), was)  # type: ignore[arg-type]  # bytes as well
+                return sum(await pipe.execute())
+
+            written += await self._patiently(write)
+        return written
 
     async def _restore(self, run: str, weight: str, turns: Sequence[ArchivedTurn]) -> int:
         by_model: dict[str, list[list[str | bytes | int]]] = {}
@@ -271,7 +331,8 @@ def _of_run(run: str, path: Path) -> ArchiveFile | None:
 
 def _archived(file: ArchiveFile, path: Path, dropped: int = 0, left: int = 0) -> Archived:
     size = path.stat().st_size
-    return Archived(file.header.run, str(path), size, file.trailer.turns, dropped, left)
+    trailer = file.trailer
+    return Archived(file.header.run, str(path), size, trailer.turns, trailer.effects, dropped, left)
 
 
 def _arguments(turn: ArchivedTurn) -> list[str | bytes | int]:
@@ -294,7 +355,7 @@ def _arguments(turn: ArchivedTurn) -> list[str | bytes | int]:
 def _portions(
     arguments: list[list[str | bytes | int]],
 ) -> Iterator[list[list[str | bytes | int]]]:
-    """Parts of a batch that one call may carry; the first turn always."""
+    """Parts of a batch that one call may carry; the first of it always."""
     some: list[list[str | bytes | int]] = []
     size = 0
     for one in arguments:
@@ -308,8 +369,7 @@ def _portions(
         yield some
 
 
-async def _batches(file: ArchiveFile) -> AsyncIterator[list[ArchivedTurn]]:
-    batches = file.batches(BATCH_TURNS)
+async def _off_loop(batches: Iterator[Item]) -> AsyncIterator[Item]:
     while (batch := await _in_thread(lambda: next(batches, None))) is not None:
         yield batch
 

@@ -1,6 +1,7 @@
 """The file of an archived run: JSON lines, compressed with xz (docs/formats.md).
 
-A first line that says what it is, a line for each turn, a last line with count and SHA-256 of all before.
+A first line that says what it is, a line for each effect, a line for each turn, a last line with counts and
+SHA-256 of all before.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import hashlib
 import io
 import lzma
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import dropwhile, islice, takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -24,7 +26,8 @@ from turnmill.files import writing
 from turnmill.turn import explain
 from turnmill.wire import pack, unpack
 
-ARCHIVE_VERSION = 1
+ARCHIVE_VERSION = 2
+"""Version 1 had no effects, and is read as well."""
 _PRESET = 1
 """Of xz: about as fast as gzip, and its window of 1 MB sees that bodies of a conversation repeat its history."""
 
@@ -80,16 +83,27 @@ class ArchivedTurn(_Line):
     stored: str
 
 
+class ArchivedEffect(_Line):
+    """An entry of the run's journal: which effect, and what it was."""
+
+    effect: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    was: Text
+
+
 class Trailer(_Line):
-    """How many turns there are, how many of them are `done`, `failed` and `cancelled`, and the `sha256` of all
-    lines before, which have so many `bytes`."""
+    """How many turns and effects there are, how many of the turns are `done`, `failed` and `cancelled`, and the
+    `sha256` of all lines before, which have so many `bytes`."""
 
     turns: int
+    effects: int = 0
     done: int
     failed: int
     cancelled: int
     bytes: int
     sha256: str
+
+
+Item = TypeVar("Item", ArchivedTurn, ArchivedEffect)
 
 
 def as_text(record: bytes) -> Text:
@@ -118,7 +132,8 @@ class ArchiveWriter:
     def __init__(self, path: Path, header: Header) -> None:
         self.path, self.partial = path, path.with_name(f".{path.name}.partial")
         self._header = header
-        self._counts = dict.fromkeys(("turns", "done", "failed", "cancelled", "bytes"), 0)
+        counted = ("turns", "effects", "done", "failed", "cancelled", "bytes")
+        self._counts = dict.fromkeys(counted, 0)
         self._digest = hashlib.sha256()
         self._file: io.BufferedRandom | None = None
         self._published = False
@@ -143,7 +158,13 @@ class ArchiveWriter:
                 self.partial.unlink()
         self._file.close()
 
-    def add(self, turns: list[ArchivedTurn]) -> None:
+    def add_effects(self, effects: Sequence[ArchivedEffect]) -> None:
+        """All effects come before the first turn."""
+        for effect in effects:
+            self._write(effect)
+            self._counts["effects"] += 1
+
+    def add(self, turns: Sequence[ArchivedTurn]) -> None:
         for turn in turns:
             self._write(turn)
             self._counts["turns"] += 1
@@ -194,15 +215,14 @@ class ArchiveFile:
 
     def batches(self, size: int) -> Iterator[list[ArchivedTurn]]:
         """The turns, so many at a time."""
-        batch = []
-        for turn in self._read():
-            batch.append(turn)
-            if len(batch) == size:
-                yield batch
-                batch = []
-        yield batch
+        return _in_batches(dropwhile(_is_effect, self._read()), size)
 
-    def _read(self) -> Iterator[ArchivedTurn]:
+    def effects(self, size: int) -> Iterator[list[ArchivedEffect]]:
+        """The effects, so many at a time."""
+        return _in_batches(takewhile(_is_effect, self._read()), size)
+
+    def _read(self) -> Iterator[Any]:
+        """All effects, then all turns."""
         try:
             yield from self._read_lines()
         except (lzma.LZMAError, EOFError) as error:
@@ -210,8 +230,8 @@ class ArchiveFile:
         except OSError as error:
             raise BadInput(self._name, 0, error.strerror or str(error)) from None
 
-    def _read_lines(self) -> Iterator[ArchivedTurn]:
-        digest, turns, size = hashlib.sha256(), 0, 0
+    def _read_lines(self) -> Iterator[ArchivedEffect | ArchivedTurn]:
+        digest, turns, effects, size = hashlib.sha256(), 0, 0, 0
         with lzma.open(self.path) as lines:
             self.header = self._header_of(next(lines, b""))
             digest.update(self.header_line)
@@ -219,16 +239,23 @@ class ArchiveFile:
             for number, line in enumerate(lines, 2):
                 if line.startswith(b'{"turns":'):
                     self.trailer = self._parse(Trailer, line, number)
-                    found = (turns, size, digest.hexdigest())
-                    if found != (self.trailer.turns, self.trailer.bytes, self.trailer.sha256):
+                    end = self.trailer
+                    found = (turns, effects, size, digest.hexdigest())
+                    if found != (end.turns, end.effects, end.bytes, end.sha256):
                         raise BadInput(self._name, number, "damaged: count or SHA-256 is another")
                     if lines.read(1):
                         raise BadInput(self._name, number, "damaged: goes on behind its end")
                     return
-                turn = self._parse(ArchivedTurn, line, number)
                 digest.update(line)
-                turns, size = turns + 1, size + len(line)
-                yield turn
+                size += len(line)
+                if line.startswith(b'{"effect":'):
+                    if turns:
+                        raise BadInput(self._name, number, "damaged: an effect behind a turn")
+                    effects += 1
+                    yield self._parse(ArchivedEffect, line, number)
+                else:
+                    turns += 1
+                    yield self._parse(ArchivedTurn, line, number)
         raise BadInput(self._name, 0, "cut off: its last line is missing")
 
     def _header_of(self, line: bytes) -> Header:
@@ -251,6 +278,16 @@ class ArchiveFile:
             return model.model_validate_json(line)
         except ValidationError as error:
             raise BadInput(self._name, number, f"damaged: {explain(error)}") from None
+
+
+def _is_effect(item: ArchivedEffect | ArchivedTurn) -> bool:
+    return isinstance(item, ArchivedEffect)
+
+
+def _in_batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch
 
 
 def _ending(turn: ArchivedTurn) -> str:

@@ -45,9 +45,11 @@ class Branch:
         """Digest of the turns and replies so far, in whatever order they came."""
         return f"{self._told:x}"
 
-    def tell(self, turn: Turn, reply: Reply) -> None:
-        # Of the reply, too: asked again, a turn is answered otherwise, and then other effects follow.
-        text = f"{turn.hash} {reply.message.model_dump_json(exclude_none=True)}"
+    def tell(self, turn: Turn, reply: Reply | None) -> None:
+        """A turn has ended, without a reply if it failed. Asked anew, it may be answered otherwise, and then other effects
+        follow."""
+        said = "" if reply is None else reply.message.model_dump_json(exclude_none=True)
+        text = f"{turn.hash} {said}"
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16])
         at: Branch | None = self
         while at is not None and at.effect == self.effect:

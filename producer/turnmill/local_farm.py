@@ -88,12 +88,14 @@ class WorkerProcess:
                 )
 
     async def served_model(self, store: Store) -> str:
-        """The model name that turns have to ask for, once the worker says that it serves."""
+        """The model name that turns have to ask for, once the worker says that it serves. Its adapters are not asked for."""
         said = False
         while True:
             workers = await patiently(store.workers, patience=None, doing="waiting for the worker")
-            for worker in filter(self._is_ours, workers):
-                return worker.model
+            ours = [worker for worker in workers if self._is_ours(worker)]
+            for worker in ours:
+                if worker.engine.adapter is None:
+                    return worker.model
             benched = await patiently(store.benched, patience=None, doing="waiting for the worker")
             for one in filter(self._is_ours, benched):
                 if not said:

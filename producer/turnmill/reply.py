@@ -65,7 +65,8 @@ class Failure(_Record):
 
 
 class EngineIdentity(_Record):
-    """Which engine made an answer. Answers of unequal identities are not of one experiment."""
+    """Which engine made an answer. Answers of unequal identities are not of one experiment. `adapter`: where the weights
+    of the LoRA adapter came from that the model had on."""
 
     engine: str
     version: str
@@ -73,6 +74,9 @@ class EngineIdentity(_Record):
     revision: str | None = None
     dtype: str | None = None
     template_digest: str | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    adapter: str | None = None
 
     def __str__(self) -> str:
         """In one line: `sglang 0.5.23, Qwen/Qwen3-8B, revision 9a2f, bfloat16, template 5b3c01d2`."""
@@ -83,6 +87,12 @@ class EngineIdentity(_Record):
             parts.append(self.dtype)
         if self.template_digest:
             parts.append(f"template {self.template_digest[:12]}")
+        if self.tool_parser:
+            parts.append(f"tool calls by {self.tool_parser}")
+        if self.reasoning_parser:
+            parts.append(f"reasoning by {self.reasoning_parser}")
+        if self.adapter:
+            parts.append(f"adapter {self.adapter}")
         return ", ".join(parts)
 
     @cached_property

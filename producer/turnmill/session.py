@@ -98,8 +98,7 @@ class Session:
         if branch.effect is None:
             self.messages = list(turn.messages)
         async with self._going():
-            reply = await self._answered(turn)
-        branch.tell(turn, reply)
+            reply = await self._answered(turn, branch)
         if branch.effect is None:
             self.messages = [*turn.messages, reply.message]
         self.turns.append(
@@ -159,15 +158,17 @@ class Session:
             if first:
                 self._tasks.discard(task)
 
-    async def _answered(self, turn: Turn) -> Reply:
+    async def _answered(self, turn: Turn, branch: Branch) -> Reply:
         try:
             reply = await self._answer(turn, self)
         except TurnFailed as failed:
             self.cancelled = failed if failed.failure.kind == "cancelled" else None
             result = TurnResult(hash=turn.hash, sample=turn.sample, failure=failed.failure)
             self.turns.append(result)
+            branch.tell(turn, None)
             raise
         self.cancelled = None
+        branch.tell(turn, reply)
         return reply
 
     async def _effected(self, one: _Effect, branch: Branch, rebuild: bool) -> Any:

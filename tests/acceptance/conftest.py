@@ -13,6 +13,8 @@ import pytest
 
 from turnmill.settings import Farm
 
+ROOT = str(Path(__file__).parents[2])
+
 
 class Cli:
     """Runs `turnmill` in a folder, on a farm or (without one) with an embedded server of its own."""
@@ -25,6 +27,9 @@ class Cli:
             for name, value in os.environ.items()
             if name not in ("REDIS_URL", "TURNMILL_NAMESPACE", "COLUMNS")
         } | {"TURNMILL_DATA": str(folder / "data")}
+        # For the scaffolds of the tests.
+        path = (ROOT, os.environ.get("PYTHONPATH", ""))
+        self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         if farm:
             self.environment |= {"REDIS_URL": farm.url, "TURNMILL_NAMESPACE": farm.namespace}
 

@@ -134,5 +134,6 @@ def test_the_source_distribution_has_the_project_alone(
         "examples/k8s/worker.yaml",
         "examples/docker/one-gpu.sh",
         "producer/turnmill/lua/enqueue.lua",
+        "producer/turnmill/scaffolds/vanillux/server.sh",
         "worker/turnmill_worker/lua/claim.lua",
     } <= names

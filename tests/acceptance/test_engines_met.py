@@ -133,6 +133,8 @@ def _running(cli: Cli) -> int:
         {"revision": "b"},
         {"dtype": "float16"},
         {"template_digest": "0123456789abcdef"},
+        {"tool_parser": "hermes"},
+        {"reasoning_parser": "qwen3"},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -16,9 +16,13 @@ STEPS = 4
 
 
 @pytest.fixture
-def dice(on_farm: Cli, worker: Callable[..., SimWorker]) -> Callable[..., tuple[str, ...]]:
+def first(worker: Callable[..., SimWorker]) -> SimWorker:
+    return worker(sim=("--answer", "chain", "--answer-tokens", "3"))
+
+
+@pytest.fixture
+def dice(on_farm: Cli, first: SimWorker) -> Callable[..., tuple[str, ...]]:
     """The arguments of a run; `dice(pause=0.2)`."""
-    worker(sim=("--answer", "chain", "--answer-tokens", "3"))
     (on_farm.folder / "sandbox").mkdir()
 
     def line(*more: str, **options: Any) -> tuple[str, ...]:
@@ -97,6 +101,22 @@ def test_what_comes_out_differently_is_reported(on_farm: Cli, dice: Any) -> None
     # What is told goes on from what was written down.
     assert "(again)" not in result["details"]["seen"][0]
     assert "(again)" in result["details"]["seen"][-1]
+
+
+def test_an_answer_that_is_made_anew_has_effects_of_its_own(
+    on_farm: Cli, dice: Any, first: SimWorker, worker: Callable[..., SimWorker]
+) -> None:
+    on_farm.write([{"id": "d0"}])
+    on_farm(*dice())
+    (before,) = results(on_farm)
+    on_farm("forget", before["turns"][0]["hash"], "--yes")
+    first.kill()
+    worker(sim=("--answer", "chain", "--answer-tokens", "4"))
+    on_farm(*dice())
+    (after,) = results(on_farm)
+    assert after["messages"][1] != before["messages"][1]
+    assert after["messages"][2] != before["messages"][2], "what was thrown for another answer"
+    assert set(throws(on_farm).values()) == {2}
 
 
 @pytest.mark.parametrize(

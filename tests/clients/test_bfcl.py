@@ -117,6 +117,15 @@ def test_the_right_answers_are_right_through_kills(
     assert sum(len(result["turns"]) for result in bench.results(category)) == bench.done(category)
 
 
+def test_prompts_are_those_of_the_benchmark_itself(bench: Bench) -> None:
+    assert int(bench.python(HERE / "bfcl" / "upstream.py")) == 3336
+
+
+def test_the_time_zone_of_a_machine_changes_nothing(bench: Bench) -> None:
+    """A run may go on elsewhere. The simulated trading bot formats dates in local time."""
+    assert bench.python(HERE / "bfcl" / "zones.py") == "1\n"
+
+
 def test_what_the_model_writes_is_not_run(bench: Bench) -> None:
     """Calls are evaluated as Python by the benchmark: what is no call of its classes must do nothing."""
     said = bench.python(HERE / "bfcl" / "evil.py")

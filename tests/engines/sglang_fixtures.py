@@ -18,7 +18,8 @@ from turnmill_worker.engines.sglang import SGLangEngine
 SGLANG = importlib.util.find_spec("sglang") is not None
 
 PARSERS = ("--tool-call-parser", "qwen", "--reasoning-parser", "qwen3")
-SETTINGS = (*sglang_env.ARGUMENTS, *PARSERS)
+"""Of SGLang's server. The engine is to find the same by itself."""
+SETTINGS = (*sglang_env.ARGUMENTS, "--tool-call-parser", "auto", "--reasoning-parser", "auto")
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +59,7 @@ def _server_process(
 ) -> Iterator[ServerProcess]:
     """It comes up while the engine does, so the two cost one wait."""
     command = ["-m", "sglang.launch_server", "--model-path", str(sglang_model)]
-    command += [*SETTINGS, "--skip-server-warmup"]
+    command += [*sglang_env.ARGUMENTS, *PARSERS, "--skip-server-warmup"]
     log = tmp_path_factory.mktemp("server") / "log"
     with own_server(command, sglang_env.environment(), log) as server:
         yield server

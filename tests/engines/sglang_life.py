@@ -1,9 +1,8 @@
 """An engine's life and death, in a process of its own: a program that test_sglang.py runs.
 
-    python sglang_life.py MODEL ARGUMENT...
+    python -m tests.engines.sglang_life MODEL ARGUMENT...
 
-One engine it cannot start. The next it closes while a call waits. The third one's scheduler it kills
-under nine calls. It prints what it saw as one line of JSON; what it must not leave behind is on
+One engine it cannot start. The next, with a template of a kind that SGLang's `auto` does not know, is closed while a call waits. The third one's scheduler it kills under nine calls. It prints what it saw as one line of JSON; what it must not leave behind is on
 stderr.
 """
 
@@ -15,12 +14,14 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
 from typing import Any
 
 import psutil
+from tests.engines import tiny_model
 
 from turnmill.errors import UsageError
 from turnmill.turn import Turn
@@ -32,11 +33,11 @@ ENDLESS = {"max_new_tokens": 400, "ignore_eos": True}
 
 def main() -> None:
     settings = EngineSettings(model=sys.argv[1], arguments=tuple(sys.argv[2:]))
-    seen = {
-        "start": refused(settings),
-        "close": closed(build(settings)),
-        "death": killed(build(settings)),
-    }
+    seen: dict[str, Any] = {"start": refused(settings)}
+    engine = build(with_another_template(settings))
+    seen["parsers"] = [engine.identity.tool_parser, engine.identity.reasoning_parser]
+    seen["close"] = closed(engine)
+    seen["death"] = killed(build(settings))
     print(json.dumps(seen))
 
 
@@ -52,6 +53,14 @@ def refused(settings: EngineSettings) -> dict[str, Any]:
             "threads": engine_threads(),
         }
     return {}
+
+
+def with_another_template(settings: EngineSettings) -> EngineSettings:
+    """With tool calls like Qwen 2.5's, whose parser SGLang's `auto` does not find."""
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja", delete=False) as template:
+        template.write(tiny_model.CHAT_TEMPLATE.replace("enable_thinking", "pondering"))
+    own = ("--tool-call-parser", "auto", "--chat-template", template.name)
+    return replace(settings, arguments=(*settings.arguments, *own))
 
 
 def closed(engine: SGLangEngine) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from tests.engines.bodies import (
     FORCED,
     PROMPTS,
     SAMPLING_FIELDS,
-    WEATHER,
     rounded,
     without_call_ids,
 )
@@ -44,6 +43,7 @@ from turnmill_worker.engines.base import (
 )
 from turnmill_worker.engines.identity import prompt_digest
 from turnmill_worker.engines.sglang import SGLangEngine, build
+from turnmill_worker.engines.sglang_seeds import Seeds
 
 pytestmark = [
     pytest.mark.sglang,
@@ -349,6 +349,28 @@ async def test_every_sampling_field_is_passed(ask: Ask) -> None:
     }.items() <= sent.items()
 
 
+HOT = {"temperature": 1, "top_p": 1, "top_k": -1, "max_tokens": 20, "ignore_eos": True}
+
+
+async def test_seeds_have_no_effect_without_deterministic_inference(ask: Ask) -> None:
+    """Which is SGLang's way, and can be had on GPUs only."""
+    first, second = [(await ask("Draw", sampling={**HOT, "seed": 1})).answer for _ in range(2)]
+    assert text_of(first) != text_of(second)
+
+
+async def test_draws_are_sent_with_seeds_of_their_own_where_seeds_count(
+    ask: Ask, sglang_engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_engine, "_seeds", Seeds(used=True))
+    sent = [
+        (await ask("Draw", sampling={**HOT, **own}, sample=sample)).progress.request["sampling"]
+        for sample, own in [(0, {}), (1, {}), (0, {"seed": 7})]
+    ]
+    first, second, given = [each["sampling_seed"] for each in sent]
+    assert len({first, second, 42}) == 3  # SGLang's, for all that have none
+    assert given == 7
+
+
 async def test_a_model_name_with_a_colon_asks_for_no_adapter(sglang_engine: SGLangEngine) -> None:
     turn = make_turn("Hello", sampling=greedy()).model_copy(update={"model": "qwen2.5:7b"})
     assert (await sglang_engine.answer(turn, new_rid(), Progress())).finish == "length"
@@ -400,45 +422,6 @@ def to_the_point(sglang_engine: SGLangEngine) -> dict[str, Any]:
     spaces = [token for token in range(len(tokenizer)) if not tokenizer.decode([token]).strip()]
     bias = {str(token): -50.0 for token in spaces} | {str(tokenizer.eos_token_id): 50.0}
     return greedy(max_tokens=100, logit_bias=bias)
-
-
-async def test_tool_calls_have_the_same_ids_every_time(
-    ask: Ask, to_the_point: dict[str, Any]
-) -> None:
-    asking: dict[str, Any] = {
-        "tools": [WEATHER],
-        "tool_choice": "required",
-        "chat_template_kwargs": {"enable_thinking": False},
-        "sampling": to_the_point,
-    }
-    answers = [(await ask("Weather?", **asking)).answer for _ in range(2)]
-    assert answers[0].message == answers[1].message
-    assert {answer.finish for answer in answers} == {"tool_calls"}
-    (call,) = answers[0].message["tool_calls"]
-    assert call["function"]["name"] == "weather"
-    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
-    assert call["id"].startswith("call_")
-    other = (await ask("The weather?", **asking)).answer.message["tool_calls"][0]["id"]
-    assert other != call["id"]
-
-
-async def test_json_schemas_are_kept_to(ask: Ask, to_the_point: dict[str, Any]) -> None:
-    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
-    answer = (
-        await ask(
-            "City?",
-            response_format={
-                "type": "json_schema",
-                "json_schema": {
-                    "name": "city",
-                    "schema": {**schema, "additionalProperties": False},
-                },
-            },
-            chat_template_kwargs={"enable_thinking": False},
-            sampling=to_the_point,
-        )
-    ).answer
-    assert json.loads(answer.message["content"]) == {"city": "Oslo"}
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -613,6 +596,7 @@ def test_life_and_death_in_a_process_of_its_own(life: Future[Life]) -> None:
     start = seen.result["start"]
     assert start.pop("error").startswith("engine sglang: Chat template /no/such/template is not")
     assert start == {"children": 0, "threads": []}
+    assert seen.result["parsers"] == ["qwen", None]
     assert seen.result["close"] == {
         "waiting": ["EngineDied"],
         "children": 0,
@@ -642,9 +626,10 @@ class Life:
 @pytest.fixture(scope="module", autouse=True)
 def life(sglang_server: Server, sglang_model: Path) -> Iterator[Future[Life]]:
     """Runs while the other tests do: it is mostly the starts of two engines."""
-    program = Path(__file__).with_name("sglang_life.py")
+    program = ["-m", "tests.engines.sglang_life"]
     process = subprocess.Popen(
-        [sys.executable, str(program), str(sglang_model), *sglang_env.ARGUMENTS],
+        [sys.executable, *program, str(sglang_model), *sglang_env.ARGUMENTS],
+        cwd=Path(__file__).parents[2],
         env=sglang_env.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -120,6 +120,37 @@ def make(folder: Path, heads: int = 4, seed: int = 0) -> Path:
     return folder
 
 
+def make_adapter(folder: Path, heads: int = 4, seed: int = 0, rank: int = 4) -> Path:
+    """Write a LoRA adapter for such a model into `folder`, as peft does, and return it. It changes the model's answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    noise = torch.Generator().manual_seed(seed)
+    width = {"q_proj": _HIDDEN, "v_proj": _HIDDEN // heads * (heads // 2)}
+    weights = {}
+    for layer in range(_LAYERS):
+        for module, out in width.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(rank, _HIDDEN, generator=noise)
+            weights[f"{name}.lora_B.weight"] = torch.randn(out, rank, generator=noise)
+    save_file(weights, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    _write_json(
+        folder / "adapter_config.json",
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=None,
+        r=rank,
+        lora_alpha=rank,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=sorted(width),
+        fan_in_fan_out=False,
+        inference_mode=True,
+    )
+    return folder
+
+
 def _write_tokenizer(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -16,12 +16,17 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
-SLOTS, CACHE_BLOCKS = 32, 1024
+SLOTS, CACHE_BLOCKS, BLOCK = 32, 640, 32
+"""A cache of 20,480 tokens: all slots fit into it, and little more."""
 
 ARGUMENTS = (
     *("--dtype", "float32"),
     *("--max-num-seqs", str(SLOTS)),
     *("--num-gpu-blocks-override", str(CACHE_BLOCKS)),
+    *(
+        "--block-size",
+        str(BLOCK),
+    ),  # what is cached is whole blocks; it would have 128 tokens in each
     *("--kv-cache-memory-bytes", str(64 << 20)),  # or it takes half of the machine's for its cache
     *("--distributed-executor-backend", "uni"),
     "--enforce-eager",

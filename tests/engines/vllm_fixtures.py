@@ -22,7 +22,8 @@ PARSERS = (
     *("--tool-call-parser", "hermes"),
     *("--reasoning-parser", "qwen3"),
 )
-SETTINGS = (*vllm_env.ARGUMENTS, *PARSERS)
+"""Of vLLM's server. The engine is to find the same by itself."""
+SETTINGS = (*vllm_env.ARGUMENTS, "--tool-call-parser", "auto", "--reasoning-parser", "auto")
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +44,7 @@ def _vllm_server_process(
     """It comes up while the engine does, so the two cost one wait."""
     # `vllm serve` asks for a package of that name, and the CPU's build has another.
     module = "vllm.entrypoints.launchers.api_server.entry"
-    command = ["-m", module, "--model", str(vllm_model), *SETTINGS]
+    command = ["-m", module, "--model", str(vllm_model), *vllm_env.ARGUMENTS, *PARSERS]
     log = tmp_path_factory.mktemp("server") / "log"
     with own_server(command, vllm_env.environment(), log) as server:
         yield server

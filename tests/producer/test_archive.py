@@ -9,7 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from tests.acceptance.conftest import Cli
 from tests.by_hand import ByHand, h
 from tests.processes import SimWorker, ValkeyServer, until
 
-from turnmill.archive import Archive
+from turnmill.archive import BATCH_EFFECTS, Archive
 from turnmill.archive_file import (
+    ARCHIVE_VERSION,
+    ArchivedEffect,
     ArchivedTurn,
     ArchiveFile,
+    ArchiveWriter,
     FailureText,
     Header,
     Trailer,
@@ -52,6 +56,7 @@ async def records(hand: ByHand) -> dict[str, Any]:
             "run",
             "manifest",
             "engines",
+            "journal",
         ):
             kind = (await hand.redis.type(raw)).decode()
             read = {
@@ -65,11 +70,19 @@ async def records(hand: ByHand) -> dict[str, Any]:
     return found | {"turns": turns, "runs": await hand.redis.smembers(hand.keys.runs)}
 
 
+EFFECTS = {
+    f"{number:032x}": pack(was)
+    for number, was in enumerate([b"17", b"null", b'"' + b"x" * COMPRESS_FROM + b'"', b"\xff"])
+}
+"""Short, nothing, compressed, and damaged."""
+
+
 async def a_run_of_every_kind(hand: ByHand) -> None:
     """Answered, failed, failed before it was answered, cancelled by one, out of time; long and no text."""
     worker = hand.hand()
     await hand.redis.set(hand.keys.manifest("run"), '{"v":1,"sampling":{"temperature":1.0}}')
     await hand.redis.sadd(hand.keys.engines("run"), '{"engine":"sim"}', '{"engine":"other"}')
+    await hand.redis.hset(hand.keys.journal("run"), mapping=EFFECTS)
     await hand.enqueue("failed", "again", "left", weight=2.5)
     await hand.enqueue("long", body=pack(b'{"long":"' + b"x" * COMPRESS_FROM + b'"}'))
     await hand.enqueue("no text", body=b"\xff\xfe\x80")
@@ -90,7 +103,7 @@ async def test_all_comes_back(by_hand: ByHand, archive: Archive, tmp_path: Path)
     assert await by_hand.counts() == (5, 3, 1, 1)
     file = tmp_path / "run.jsonl.xz"
     done = await archive.archive("run", file)
-    assert (done.turns, done.dropped, done.left) == (5, 4, 0)
+    assert (done.turns, done.effects, done.dropped, done.left) == (5, 4, 4, 0)
     assert os.listdir(tmp_path) == [file.name]
     assert await records(by_hand) == {"turns": set(), "runs": set()}
     trailer = ArchiveFile(file).trailer
@@ -98,8 +111,10 @@ async def test_all_comes_back(by_hand: ByHand, archive: Archive, tmp_path: Path)
 
     restored = await archive.restore(file)
     assert (restored.turns, restored.stored) == (5, 4)
+    assert (restored.effects, restored.written) == (4, 4)
     assert await records(by_hand) == before
-    assert (await archive.restore(file)).stored == 0
+    again = await archive.restore(file)
+    assert (again.stored, again.written) == (0, 0)
     assert await records(by_hand) == before
     assert await by_hand.poll("long", "failed", "left") == ["answered", "failed", "cancelled"]
     assert not (await by_hand.hand().claim()).claims
@@ -157,6 +172,65 @@ async def test_a_reply_in_the_file_replaces_a_failure(
     await archive.restore(tmp_path / "f")
     assert await by_hand.counts() == await by_hand.counts("other") == (1, 1, 0, 0)
     assert await by_hand.store.failure(h("a")) is None
+
+
+async def test_effects_of_redis_and_of_the_file(
+    by_hand: ByHand, archive: Archive, tmp_path: Path
+) -> None:
+    """What is in Redis wins, and what only an older file has is taken over."""
+    file, journal = tmp_path / "f", by_hand.keys.journal("run")
+    await by_hand.redis.set(by_hand.keys.manifest("run"), "{}")
+    old = {f"{number:032x}": b"1" for number in range(500)}
+    new = {f"{number:032x}": b"2" for number in range(400, 700)}
+    await by_hand.redis.hset(journal, mapping=old)
+    assert (await archive.archive("run", file, keep_stored=True)).effects == 500
+    assert await by_hand.redis.hlen(journal) == 500
+    await by_hand.redis.delete(journal)
+    await by_hand.redis.hset(journal, mapping=new)
+    restored = await archive.restore(file)
+    assert (restored.effects, restored.written) == (500, 400)
+    every = {name.encode(): was for name, was in (old | new).items()}
+    assert await by_hand.redis.hgetall(journal) == every
+
+    await by_hand.redis.hdel(journal, *old.keys() - new.keys())
+    assert (await archive.archive("run", file)).effects == 700
+    assert not await by_hand.redis.exists(journal)
+    await archive.restore(file)
+    assert await by_hand.redis.hgetall(journal) == every
+
+
+async def test_effects_are_read_a_few_at_a_time(
+    by_hand: ByHand, archive: Archive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    real = ArchiveWriter.add_effects
+
+    def add(self: ArchiveWriter, effects: Sequence[ArchivedEffect]) -> None:
+        seen.append(len(effects))
+        real(self, effects)
+
+    monkeypatch.setattr(ArchiveWriter, "add_effects", add)
+    await by_hand.redis.set(by_hand.keys.manifest("run"), "{}")
+    some = {f"{number:032x}": b'"%s"' % (b"x" * 100) for number in range(3000)}
+    await by_hand.redis.hset(by_hand.keys.journal("run"), mapping=some)
+    await archive.archive("run", tmp_path / "f")
+    assert sum(seen) == 3000
+    assert max(seen) < 3 * BATCH_EFFECTS
+
+
+async def test_a_file_of_version_1_is_restored(
+    by_hand: ByHand, archive: Archive, tmp_path: Path
+) -> None:
+    """It had no effects."""
+    file = tmp_path / "old"
+    file.write_bytes(lzma.compress(Path(__file__).with_name("archive_v1.jsonl").read_bytes()))
+    restored = await archive.restore(file)
+    assert (restored.run, restored.turns, restored.stored) == ("ferry", 1, 1)
+    assert restored.effects == 0
+    # Another archive into the same file is of this version.
+    await archive.archive("ferry", file)
+    assert ArchiveFile(file).header.turnmill_archive == ARCHIVE_VERSION
+    assert (await archive.restore(file)).stored == 1
 
 
 async def test_what_changed_after_it_was_written_is_not_freed(
@@ -251,13 +325,16 @@ async def test_a_file_that_is_not_whole_is_refused_as_a_whole(
         "no archive": b"",
         "not xz": b"{}",
         "no trailer": lzma.compress(b"".join(lines[:-1])),
-        "a line less": lzma.compress(b"".join([*lines[:2], *lines[3:]])),
-        "a line twice": lzma.compress(b"".join([*lines[:2], *lines[1:]])),
+        "a line less": lzma.compress(b"".join([*lines[:6], *lines[7:]])),
+        "a line twice": lzma.compress(b"".join([*lines[:6], *lines[5:]])),
         "more behind": lzma.compress(b"".join([*lines, lines[1]])),
         "half a line": lzma.compress(b"".join(lines)[:-20]),
-        "other text": changed(1, b'"model":"m"', b'"model":"n"'),
-        "newer": changed(0, b'"turnmill_archive":1', b'"turnmill_archive":2'),
-        "no hash": changed(2, b'{"hash":"', b'{"hash":"x'),
+        "other text": changed(5, b'"model":"m"', b'"model":"n"'),
+        "newer": changed(0, b'"turnmill_archive":2', b'"turnmill_archive":3'),
+        "an effect less": lzma.compress(b"".join([lines[0], *lines[2:]])),
+        "another effect": changed(1, b'"was":"', b'"was":" '),
+        "an effect too far": lzma.compress(b"".join([lines[0], *lines[2:6], lines[1], *lines[6:]])),
+        "no hash": changed(6, b'{"hash":"', b'{"hash":"x'),
         "something else": lzma.compress(b'{"v":1}\n'),
     }
     file = tmp_path / "bad"
@@ -280,12 +357,13 @@ def test_the_file_is_that_of_the_documents(tmp_path: Path) -> None:
     file.write_bytes(lzma.compress(text.encode()))
     archive = ArchiveFile(file)
     (turn,), *_ = archive.batches(10)
-    assert [archive.header.line(), turn.line(), archive.trailer.line()] == [
+    ((effect,),) = archive.effects(10)
+    assert [archive.header.line(), effect.line(), turn.line(), archive.trailer.line()] == [
         line.encode() for line in text.splitlines(keepends=True)
     ]
     assert turn.hash == decode_turn(as_record(turn.body)).hash
     named = set(re.findall(r"`(\w+)`", document.read_text().split("## Archives")[1]))
-    models = (Header, ArchivedTurn, FailureText, Trailer)
+    models = (Header, ArchivedEffect, ArchivedTurn, FailureText, Trailer)
     assert {field for model in models for field in model.model_fields} <= named
 
 
@@ -323,6 +401,62 @@ def test_a_run_goes_on_on_an_empty_redis(
     said = other("restore", "half.xz", exits=2).stderr
     assert said.startswith("turnmill: half.xz: ")
     assert said.count("\n") == 1
+
+
+@pytest.mark.faults
+def test_no_effect_is_done_twice(
+    on_farm: Cli,
+    worker: Workers,
+    own_valkey: Callable[..., ValkeyServer],
+    make_cli: Any,
+    farm: Farm,
+) -> None:
+    """Archived in the middle, and restored into another Redis, where the same command goes on."""
+    sim = ("--answer", "chain", "--answer-tokens", "3")
+    one = worker(sim=sim)
+    source = on_farm.write([{"id": f"d{i}"} for i in range(6)])
+    log, sandbox = on_farm.folder / "log", on_farm.folder / "sandbox"
+    sandbox.mkdir()
+    given = {"sandbox": sandbox, "log": log, "pause": 0.2}
+    options = [part for name, value in given.items() for part in ("--set", f"{name}={value}")]
+    scaffold = ("--scaffold", "tests.acceptance.dicing:dicing", *options, "--concurrency", "2")
+    line = ("run", str(source), "--run", "r", *scaffold, "--json")
+    process = on_farm.start(*line)
+    until(lambda: log.exists() and len(log.read_text().splitlines()) >= 9, "some are under way")
+    process.kill()
+    process.wait()
+    until(
+        lambda: counters(on_farm)["done"] == counters(on_farm)["total"],
+        "what it had asked is answered",
+    )
+    with redis.Redis.from_url(farm.url) as connection:
+        written = connection.hgetall(farm.keys.journal("r"))
+    done = json.loads(on_farm("archive", "r", "--json").stdout)
+    assert done["effects"] == len(written) >= 12
+    with redis.Redis.from_url(farm.url) as connection:
+        assert not connection.exists(farm.keys.journal("r"))
+    one.kill()
+
+    other = Farm(own_valkey().url)
+    there = make_cli(other)
+    assert f"{done['effects']} effects are back" in there("restore", done["file"]).stdout
+    with redis.Redis.from_url(other.url) as connection:
+        assert connection.hgetall(other.keys.journal("r")) == written
+    for path in sandbox.iterdir():
+        path.unlink()
+    shutil.rmtree(there.folder / "runs")
+    thrown = Counter(log.read_text().splitlines())
+    worker(sim=sim, farm=other)
+    report = json.loads(there(*line).stdout)
+    assert report["endings"] == {"thrown": 6}
+    assert report["from_store"] >= done["turns"] - 2
+    after = Counter(log.read_text().splitlines())
+    assert len(after) == 24
+    # Two were under way when it was killed; all others of before are not thrown again.
+    assert sum(after[one] > 1 for one in thrown) <= 2
+    for result in map(json.loads, (there.folder / "runs/r/replies.jsonl").read_text().splitlines()):
+        assert len(result["details"]["seen"][-1].splitlines()) == 4
+        assert "done_again_differently" not in result["details"]
 
 
 KILLED = """

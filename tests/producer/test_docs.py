@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import inspect
 import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import pytest
@@ -25,6 +26,9 @@ from turnmill.keys import Keys
 from turnmill.rehearsal import Outlook
 from turnmill.reply import Failure, Reply, Trace
 from turnmill.results import ConversationResult, Report
+from turnmill.scaffolds.vanillux import vanillux
+from turnmill.scaffolds.vanillux.agent import Ending
+from turnmill.scaffolds.vanillux.task import Task, read_tasks
 from turnmill.scripts import CANCEL, ENQUEUE, FORGET, RESTORE, SETTLE, TEND
 from turnmill.settings import Farm
 from turnmill.store import BenchedWorker, WorkerInfo
@@ -416,6 +420,9 @@ def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) ->
     sglang = {
         "--allow-auto-truncate",
         "--dp-size",
+        "--enable-deterministic-inference",
+        "--lora-paths",
+        "--max-loras-per-batch",
         "--mem-fraction-static",
         "--node-rank",
         "--reasoning-parser",
@@ -424,13 +431,17 @@ def test_options_in_the_texts_are_options(capsys: pytest.CaptureFixture[str]) ->
         "--tp-size",
     }
     vllm = {
+        "--enable-auto-tool-choice",
         "--data-parallel-size",
+        "--enable-lora",
         "--grpc",
         "--headless",
         "--lora-modules",
+        "--max-loras",
         "--max-num-seqs",
         "--scheduling-policy",
         "--skip-tokenizer-init",
+        "--reasoning-parser",
         "--tool-call-parser",
     }
     others = {"--scale", "--detach", "--array"}
@@ -452,6 +463,31 @@ def test_the_arguments_of_an_engine_are_documented(
     table = re.findall(r"^\| (`--.*?) \|", section.split("\n## ")[0], re.MULTILINE)
     documented = set(re.findall(r"--[a-z][a-z-]+", " ".join(table)))
     assert documented == arguments_of(engine, capsys)
+
+
+def test_tasks_of_vanillux_are_tasks(tmp_path: Path) -> None:
+    line, toml = examples("vanillux-task", "scaffolds.md")
+    (tmp_path / "tasks.jsonl").write_text(line)
+    (task,) = read_tasks(str(tmp_path / "tasks.jsonl")).items
+    assert (task.id, task.check) == ("sorted", "printf 'a\\nb\\n' | cmp - sorted.txt")
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "task.toml").write_text(toml)
+    (task,) = read_tasks(str(tmp_path)).items
+    assert (task.id, task.check_seconds) == ("server", 60)
+
+
+def test_tables_of_vanillux_are_whole() -> None:
+    section = (ROOT / "docs" / "scaffolds.md").read_text().split("\n## vanillux\n")[1]
+
+    def rows(head: str) -> list[str]:
+        table = section.split(f"{head}\n")[1].split("\n\n")[0]
+        cells = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+        return [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+
+    assert {*rows("| key | |"), "digest"} == set(Task.model_fields)
+    options = inspect.signature(vanillux).parameters
+    assert {*rows("| `--set` | unless set | |"), "unsafe_local"} == set(options)
+    assert rows("| ending | | outcome |") == list(get_args(Ending))
 
 
 def test_make_targets_are_targets() -> None:

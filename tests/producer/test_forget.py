@@ -128,6 +128,7 @@ async def test_nothing_of_a_run_stays(by_hand: ByHand, holdings: Holdings) -> No
     await by_hand.enqueue(*names[:3])
     await by_hand.enqueue("late", deadline=0.001)
     await by_hand.redis.set(by_hand.keys.manifest("run"), "{}")
+    await by_hand.redis.hset(by_hand.keys.journal("run"), "effect", "17")
     claims = {claim.hash: claim for claim in (await worker.claim()).claims}
     await by_hand.enqueue("hint", run="other")
     await worker.answer(claims[h("answered")])

@@ -58,16 +58,18 @@ async def test_a_run_is_forgotten_when_its_time_is_up(by_hand: ByHand, holdings:
     await by_hand.enqueue("t0", "t1", run="other")
     for claim in (await worker.claim(450)).claims:
         await worker.answer(claim)
+    await by_hand.redis.hset(by_hand.keys.journal("run"), "effect", "17")
     await holdings.keep("run", 3600)
     await upkeep(by_hand)
     assert await by_hand.counts() == (450, 450, 0, 0)
+    assert await by_hand.redis.exists(by_hand.keys.journal("run"))
     await time_is_up(by_hand)
     assert await upkeep(by_hand) > 450 / 200  # a bounded number of turns a call
     assert [info.name for info in await by_hand.store.runs()] == ["other"]
     assert await by_hand.counts("other") == (2, 2, 0, 0)
     left = [key async for key in by_hand.redis.scan_iter(f"{by_hand.farm.namespace}:[brx]:*")]
     assert len(left) == 2 * 3
-    assert not await by_hand.redis.exists(by_hand.keys.expiring)
+    assert not await by_hand.redis.exists(by_hand.keys.expiring, by_hand.keys.journal("run"))
 
 
 async def test_who_asks_for_more_is_not_over(by_hand: ByHand, holdings: Holdings) -> None:

@@ -98,6 +98,14 @@ def test_folders_that_are_no_tasks(tmp_path: Path) -> None:
     assert len(loaded.bad) == 2
 
 
+def test_images_are_for_docker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"id": "a", "prompt": "Do", "image": "python:3.12"}\n')
+    scaffold = find("vanillux", {"sandbox": "local", "unsafe_local": "true"})
+    assert scaffold.read(str(file), False).items[0].image == "python:3.12"
+    assert "images (python:3.12), which only Docker has: in local" in caplog.text
+
+
 # Files
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from tests.sandboxing import a_kind
 from turnmill.errors import UsageError
 from turnmill.scaffolds.vanillux.kinds import Limits, choose
 from turnmill.scaffolds.vanillux.packing import Files, pack
-from turnmill.scaffolds.vanillux.sandbox import Launch, Ran, Sandbox, SandboxDied
+from turnmill.scaffolds.vanillux.sandbox import _SERVER, Launch, Ran, Sandbox, SandboxDied, _spawn
 
 
 class Box:
@@ -90,6 +92,12 @@ async def test_no_command_ends_the_sandbox(box: Box, command: str, exit: int) ->
     await box("cd notes; export KEPT=yes")
     assert (await box(command))["exit"] == exit
     assert await box.prints('echo "$KEPT ${PWD##*/}"') == "yes notes\n"
+
+
+async def test_the_folder_before_is_kept(box: Box) -> None:
+    await box("cd notes")
+    assert (await box.prints("cd - > /dev/null; echo ${PWD##*/}")) == "work\n"
+    assert (await box.prints("cd - > /dev/null; echo ${PWD##*/}")) == "notes\n"
 
 
 async def test_a_folder_that_is_gone_is_left(box: Box) -> None:
@@ -274,6 +282,43 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def test_half_a_command_is_not_run(tmp_path: Path) -> None:
+    """A producer may die while it writes a command that does not fit into a pipe."""
+    launch = a_kind("local").launch(None)
+    process = _spawn(launch)
+    server = f"set -- {launch.folder} {launch.work} ID 0 0 {launch.root}\n".encode() + _SERVER
+    half = f"run 1 1000 agent\necho > {tmp_path}/begun\n".encode()
+    heard, _ = process.communicate(b"%d\n" % len(server) + server + half, timeout=20)
+    assert heard == b"\nID begin\n\nID 0\n"
+    assert not (tmp_path / "begun").exists()
+    assert not Path(launch.root).exists()
+
+
+async def test_many_at_once_need_few_files_and_no_threads() -> None:
+    kind, many = a_kind("bubblewrap"), 60
+    starting, all_run = asyncio.Semaphore(8), asyncio.Barrier(many)
+
+    async def use(number: int) -> str:
+        async with Sandbox(lambda: kind.launch(None), lambda: pack(None), starting) as sandbox:
+            await sandbox.run(f"echo {number} > it", seconds=60, most=100)
+            await all_run.wait()
+            used.append((psutil.Process().num_fds(), threading.active_count()))
+            return (await sandbox.run("cat it; ulimit -n", seconds=60, most=100))["output"]
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files, threads = psutil.Process().num_fds(), threading.active_count()
+    used: list[tuple[int, int]] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files + many, limits[1]))
+    try:
+        said = await asyncio.gather(*map(use, range(many)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert said == [f"{number}\n1024\n" for number in range(many)]
+    assert max(used)[0] <= files + 2 * many + 8
+    assert max(count for _, count in used) <= threads + 32, "as many as asyncio has for all"
+    assert psutil.Process().num_fds() <= files + 8
 
 
 @pytest.mark.parametrize("kind", ["local", "bubblewrap"])

@@ -285,7 +285,7 @@ class Posing:
             id="w", host="here", pid=1, model="m", engine=engine, slots=1, context=1, running=0,
             state="serving", started=0, heartbeat=0,
         )  # fmt: skip
-        self._vitals = Vitals(info, **{"in_engine": 0, "unstored": 0, "silent": 0.0, **vitals})
+        self._vitals = Vitals([info], **{"in_engine": 0, "unstored": 0, "silent": 0.0, **vitals})
 
     def vitals(self) -> Vitals:
         return self._vitals

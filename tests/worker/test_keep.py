@@ -20,7 +20,7 @@ from turnmill_worker.engines.base import EngineSettings, Progress
 from turnmill_worker.engines.kept import Part, can_go_on, joined, settled
 from turnmill_worker.engines.sim import build, follows
 from turnmill_worker.progress import Keeper
-from turnmill_worker.worker import _Running
+from turnmill_worker.side import Running
 
 ENGINE = EngineIdentity(engine="e", version="1", model="m")
 OTHER = EngineIdentity(engine="e", version="2", model="m")
@@ -35,7 +35,7 @@ class Answer:
     """A growing answer, told to Redis by a keeper of its own."""
 
     def __init__(
-        self, by_hand: ByHand, running: _Running, identity: EngineIdentity = ENGINE
+        self, by_hand: ByHand, running: Running, identity: EngineIdentity = ENGINE
     ) -> None:
         self.tokens: list[int] = []
         self.running = running
@@ -58,7 +58,7 @@ class Answer:
 
 async def growing(by_hand: ByHand, name: str, identity: EngineIdentity = ENGINE) -> Answer:
     claim = await by_hand.hand().take_one(name)
-    return Answer(by_hand, _Running(claim, Progress()), identity)
+    return Answer(by_hand, Running(claim, Progress()), identity)
 
 
 async def lapsed(by_hand: ByHand, name: str, identity: EngineIdentity = ENGINE) -> Answer:
@@ -128,7 +128,7 @@ async def test_nothing_is_kept_of_a_turn_that_has_ended(by_hand: ByHand) -> None
     await by_hand.enqueue("a", "b")
     ends, fails = await hand.take("a", "b")
     for claim, end in ((ends, hand.answer), (fails, hand.fail)):
-        answer = Answer(by_hand, _Running(claim))
+        answer = Answer(by_hand, Running(claim))
         await answer.grows(1)
         await end(claim)
         await answer.grows(2)

@@ -15,7 +15,7 @@ from turnmill_worker.engines.base import Progress
 from turnmill_worker.engines.kept import Part
 from turnmill_worker.progress import Keeper
 from turnmill_worker.scripts import RENEW
-from turnmill_worker.worker import _Running
+from turnmill_worker.side import Running
 
 ENGINE = EngineIdentity(engine="e", version="1", model="m")
 
@@ -25,7 +25,7 @@ class Told:
 
     def __init__(self, by_hand: ByHand, hand: Hand, claim: Claim, text: str = "") -> None:
         self.hand, self.claim, self.text = hand, claim, text
-        self.running = _Running(claim, Progress(resumed_at=len(text)))
+        self.running = Running(claim, Progress(resumed_at=len(text)))
         self.progress = self.running.progress
         self.progress.growing, self.progress.telling = self._part, lambda have: self.text[have:]
         self.progress.now_sent()

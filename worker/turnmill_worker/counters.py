@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from turnmill.reply import Reply
 from turnmill.store import WorkerInfo
@@ -31,6 +32,20 @@ class Counters:
         self.renewed = self.lost = 0
         self.registered = False
 
+    @classmethod
+    def together(cls, parts: Sequence[Self]) -> Self:
+        """The counters of several, added up; of one, these themselves. `registered`: all are."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = cls()
+        for name in vars(whole):
+            if name == "finished":
+                whole.finished = {one: sum(p.finished[one] for p in parts) for one in OUTCOMES}
+            else:
+                setattr(whole, name, sum(getattr(part, name) for part in parts))
+        whole.registered = all(part.registered for part in parts)
+        return whole
+
     def count(self, finish: Finish, reply: Reply | None) -> None:
         """A turn has ended here, with a reply or without."""
         if finish.verb != "ok":
@@ -46,10 +61,10 @@ class Counters:
 
 @dataclass(frozen=True)
 class Vitals:
-    """How a worker is now. `in_engine`: requests. `unstored`: ended turns that Redis has not been told of.
+    """How a worker is now. `infos`: what it says of itself, for each name that it serves. `in_engine`: requests. `unstored`: ended turns that Redis has not been told of.
     `silent`: seconds since the engine was seen alive. `ending`: why it is about to exit with an error."""
 
-    info: WorkerInfo
+    infos: Sequence[WorkerInfo]
     in_engine: int
     unstored: int
     silent: float

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +61,8 @@ class Exchanges:
     coroutine whose death is the worker's.
 
     `finished`: how turns ended, not yet handed in. `more`: whether asking for turns may bring any.
-    `away`: whether Redis did not take part in the last round trip.
+    `away`: whether Redis did not take part in the last round trip. `drained`: whether Redis keeps this worker for suspects:
+    the last CLAIM brought some, or none before the worker is empty. `asked`: when a CLAIM left last (`time.monotonic`).
     """
 
     def __init__(
@@ -78,7 +81,8 @@ class Exchanges:
         self._taken, self._ended, self._spawn = taken, ended, spawn
         self.finished: list[Finish] = []
         self.more = True
-        self.away = False
+        self.away = self.drained = False
+        self.asked = -math.inf
         self._unanswered: list[str] = []
         self._under_way: set[_Exchange] = set()
         self._claims = 0
@@ -137,6 +141,7 @@ class Exchanges:
             exchange.holding = held + self.claiming
             # Before CLAIM leaves: a wake that comes during the call must count for the next one.
             self.more = False
+            self.asked = time.monotonic()
         self._under_way.add(exchange)
         self._spawn(self._run(exchange))
         return True
@@ -233,7 +238,7 @@ class Exchanges:
             return
         more, drain, jobs = answer[:3]
         # `drain`: nothing for now (suspects, in claim.lua); each turn that ends asks again, and idleness.
-        self.more = bool(more) and not drain
+        self.more, self.drained = bool(more) and not drain, bool(drain)
         claims = read_claims(token, answer)
         if jobs:
             self._spawn(self._tend([job.decode(errors="replace") for job in jobs]))

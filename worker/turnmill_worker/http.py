@@ -12,7 +12,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Protocol
 
@@ -22,6 +22,7 @@ from turnmill.errors import TurnmillError, UsageError
 from turnmill.prometheus import CONTENT_TYPE, metric
 from turnmill.queue import Depth, Queue
 from turnmill.settings import Farm
+from turnmill.store import WorkerInfo
 from turnmill_worker.counters import Counters, Vitals
 from turnmill_worker.pulse import CHECK_SECONDS, HEALTH_TIMEOUT
 
@@ -45,7 +46,9 @@ class Watched(Protocol):
     """The worker, as it is seen from here. All may be called from any thread."""
 
     farm: Farm
-    counters: Counters
+
+    @property
+    def counters(self) -> Counters: ...
 
     def vitals(self) -> Vitals: ...
 
@@ -72,7 +75,8 @@ class HttpServer:
 
     def watch(self, worker: Watched) -> None:
         """The engine is there, and this is its worker."""
-        self._depth = _DepthReader(worker.farm, worker.vitals().info.model)
+        models = [info.model for info in worker.vitals().infos]
+        self._depth = _DepthReader(worker.farm, models)
         self._worker = worker
 
     def close(self) -> None:
@@ -97,8 +101,9 @@ class HttpServer:
         if self._worker is None:
             return "the engine is starting"
         vitals = self._worker.vitals()
-        if vitals.info.state != "serving":
-            return vitals.info.state
+        state = vitals.infos[0].state
+        if state != "serving":
+            return state
         if vitals.silent > SILENT_SECONDS:
             return f"the engine was not seen alive for {vitals.silent:.0f} s"
         if not self._worker.counters.registered:
@@ -112,18 +117,18 @@ class HttpServer:
         if worker is None or self._depth is None:
             return
         counters, vitals = worker.counters, worker.vitals()
-        info = vitals.info
-        named = {
-            "model": info.model,
-            "engine": info.engine.engine,
-            "version": info.engine.version,
-        }
+        info = vitals.infos[0]
         tokens = {
             "prompt": counters.prompt_tokens,
             "completion": counters.completion_tokens,
             "cached": counters.cached_tokens,
         }
-        yield from metric("worker_info", "gauge", "What this worker serves.", (named, 1))
+        yield from metric(
+            "worker_info",
+            "gauge",
+            "What this worker serves.",
+            *((_named(one), 1) for one in vitals.infos),
+        )
         yield from metric(
             "start_time_seconds", "gauge", "When it started, in Unix time.", info.started
         )
@@ -154,7 +159,12 @@ class HttpServer:
             "unstored_answers", "gauge", "Ended turns that wait for Redis.", vitals.unstored
         )
         yield from metric("slots", "gauge", "Turns that it takes at once.", info.slots)
-        yield from metric("running_turns", "gauge", "Turns that it holds.", info.running)
+        yield from metric(
+            "running_turns",
+            "gauge",
+            "Turns that it holds.",
+            sum(one.running for one in vitals.infos),
+        )
         yield from metric(
             "engine_requests", "gauge", "Requests inside the engine.", vitals.in_engine
         )
@@ -164,51 +174,50 @@ class HttpServer:
             "Time since the engine was seen alive.",
             vitals.silent,
         )
-        if depth := self._depth.latest():
-            of = {
-                "queued": depth.queued,
-                "running": depth.running,
-                "due": depth.due,
-                "suspects": depth.suspects,
-            }
+        if depths := self._depth.latest():
             yield from metric(
                 "queue_turns",
                 "gauge",
-                "Turns of this worker's model, in the whole farm.",
-                *(({"model": info.model, "state": state}, n) for state, n in of.items()),
+                "Turns of this worker's model, and of its adapters', in the whole farm.",
+                *(
+                    ({"model": model, "state": state}, getattr(depth, state))
+                    for model, depth in depths.items()
+                    for state in ("queued", "running", "due", "suspects")
+                ),
             )
 
 
 class _DepthReader:
-    """The depth of a model's queue, read at most every DEPTH_SECONDS, in a thread that nobody waits for."""
+    """The depths of models' queues, read at most every DEPTH_SECONDS, in a thread that nobody waits for."""
 
-    def __init__(self, farm: Farm, model: str) -> None:
-        self._farm, self._model = farm, model
-        self._depth: Depth | None = None
+    def __init__(self, farm: Farm, models: Sequence[str]) -> None:
+        self._farm, self._models = farm, models
+        self._depths: dict[str, Depth] | None = None
         self._started = -DEPTH_SECONDS
         self._reading = threading.Lock()
         self.latest()
 
-    def latest(self) -> Depth | None:
-        """As last read; None if it could not be read."""
+    def latest(self) -> dict[str, Depth] | None:
+        """As last read; None if they could not be read."""
         due = time.monotonic() - self._started >= DEPTH_SECONDS
         if due and self._reading.acquire(blocking=False):
             self._started = time.monotonic()
             threading.Thread(target=self._read, name="turnmill-depth", daemon=True).start()
-        return self._depth
+        return self._depths
 
     def _read(self) -> None:
         try:
-            self._depth = asyncio.run(self._ask())
+            self._depths = asyncio.run(self._ask())
         except (RedisError, OSError, TurnmillError) as error:
             log.debug("the depth of the queue cannot be read now: %s", error)
-            self._depth = None
+            self._depths = None
         finally:
             self._reading.release()
 
-    async def _ask(self) -> Depth:
+    async def _ask(self) -> dict[str, Depth]:
         async with asyncio.timeout(DEPTH_SECONDS), self._farm.connect() as redis:
-            return await Queue(redis, self._farm.keys).depth(self._model)
+            queue = Queue(redis, self._farm.keys)
+            return {model: await queue.depth(model) for model in self._models}
 
 
 class _Server(ThreadingHTTPServer):
@@ -270,6 +279,11 @@ def _parse(address: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
         raise UsageError(f"--http {address}: must be PORT or HOST:PORT")
     return host.removeprefix("[").removesuffix("]") or DEFAULT_HOST, int(port)
+
+
+def _named(info: WorkerInfo) -> dict[str, str]:
+    identity = info.engine
+    return {"model": info.model, "engine": identity.engine, "version": identity.version}
 
 
 def _verdict(problem: str) -> Answer:

@@ -14,7 +14,7 @@ from turnmill.wire import decode_turn, encode, unpack
 from turnmill_worker.claim import Claim, Finish, requeue
 from turnmill_worker.engines.base import (
     Answer,
-    Engine,
+    Answering,
     EngineAway,
     EngineDied,
     InvalidRequest,
@@ -77,7 +77,7 @@ class _Try(NamedTuple):
 async def answer_turn(context: dict[str, Any], claim: Claim, progress: Progress) -> Finish:
     """The arq job: answer one claimed turn, and say how it ended. `context` holds the `engine` and the id
     of the `worker`. Raises CancelledError, EngineDied and EngineAway."""
-    engine: Engine = context["engine"]
+    engine: Answering = context["engine"]
     this = _Try(claim, engine.identity, context["worker"], progress)
     try:
         if len(claim.body) > LARGE_BODY:

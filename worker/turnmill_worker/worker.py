@@ -13,31 +13,26 @@ import os
 import signal
 import socket
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 from arq.connections import ArqRedis
 from arq.worker import Worker, func
 
 from turnmill.faults import passes
-from turnmill.scripts import call
 from turnmill.settings import Farm
 from turnmill.store import WorkerInfo
 from turnmill.tasks import end_tasks
-from turnmill_worker.arq_door import ArqDoor
-from turnmill_worker.claim import Claim, Company, Finish, requeue
+from turnmill_worker.claim import Claim, Finish, requeue
 from turnmill_worker.counters import Counters, Vitals
-from turnmill_worker.engines.base import Engine, EngineAway, EngineDied, Progress
-from turnmill_worker.exchange import BACK_OFF, FAULTS, Exchanges
+from turnmill_worker.engines.adapters import by_each_name
+from turnmill_worker.engines.base import Engine, EngineAway, EngineDied
+from turnmill_worker.exchange import BACK_OFF, FAULTS
 from turnmill_worker.job import RETRY_AFTER, answer_turn
-from turnmill_worker.lease import Held, LeaseKeeper
-from turnmill_worker.progress import Keeper
 from turnmill_worker.pulse import Pulse
-from turnmill_worker.scripts import REGISTER
 from turnmill_worker.settings import WorkerSettings
-from turnmill_worker.telling import Teller
+from turnmill_worker.side import Running, Side
 
 log = logging.getLogger("turnmill.worker")
 
@@ -47,40 +42,15 @@ ENGINE_DIED = 70
 IDLE_SECONDS = 0.5
 """How long an idle worker sleeps if nobody wakes it. A wake can be lost only with Redis itself."""
 
-EXPIRY_MS = 10_000
-"""How long what a worker first says of itself holds; the lease keeper soon says more."""
-
 LAST_KEEP_SECONDS = 1.0
 """How long a worker that drains tries to keep what its turns have got."""
 
 GOODBYE_SECONDS = 2.0
 """How long a worker that ends waits for a Redis that does not answer."""
 
-Ending = Literal["drain", "unwanted", "lost"]
-
-
-@dataclass
-class _Running:
-    """One turn in the engine, or about to be: `task` is there once it has begun. `kept`: how many tokens of its
-    answer Redis has. `teller`: tells those who read along."""
-
-    claim: Claim
-    progress: Progress = field(default_factory=Progress)
-    task: asyncio.Task[None] | None = None
-    ending: Ending | None = None
-    kept: int | None = None
-    teller: Teller | None = None
-
-    def end(self, ending: Ending) -> None:
-        if self.ending is None:
-            self.ending = ending
-            # A task that is cancelled before its first step never runs: it would hold its turn for ever.
-            if self.task is not None:
-                self.task.cancel()
-
 
 class TurnWorker(Worker):
-    """Takes turns of one model from the queue into one engine.
+    """Takes turns from the queue into one engine: of its model, and of each of its adapters (side.py).
 
     Made after the engine, with an event loop of its own. `run()` returns when it has drained, or when the
     engine has died; `exit_code` says which, and `crash` why, unless suspects may be to blame. A worker whose
@@ -97,44 +67,42 @@ class TurnWorker(Worker):
         **options: Any,
     ) -> None:
         self.settings = settings or WorkerSettings()
-        self.engine, self.farm, self.model = engine, farm, engine.served_name
+        self.engine, self.farm = engine, farm
         self.capacity = engine.capacity()
-        self.id = uuid.uuid4().hex[:8]
         self.exit_code = 0
-        self.counters = Counters()
         self.crash = ""
         self._crashed = crashed
         self._started = time.time()
-        self._running: dict[str, _Running] = {}
+        self._kick = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._sides = [
+            Side(
+                answering,
+                farm,
+                lambda: self.pool,
+                taken=self._begin,
+                ended=self._kick.set,
+                spawn=self._spawn,
+            )
+            for answering in by_each_name(engine)
+        ]
+        self._apart: Side | None = None  # the one that needs the engine without company now
+        self.id = self._sides[0].id
         self._stopping = self._handing_back = self._told_twice = False
         self._lease = self.settings.lease
         self._background: set[asyncio.Task[Any]] = set()
         super().__init__(
             functions=[func(answer_turn, name="answer_turn")],  # type: ignore[arg-type]
             ctx={"engine": engine, "worker": self.id},
-            redis_pool=ArqRedis(farm.pool(connections=8)),
-            queue_name=farm.keys.due(self.model),
+            redis_pool=ArqRedis(farm.pool(connections=4 + 4 * len(self._sides))),
+            queue_name=farm.keys.due(engine.served_name),
             health_check_key=f"{farm.keys.worker(self.id)}:arq",
             max_jobs=self.capacity.slots,
             poll_delay=0.001,
             handle_signals=False,
             **options,
         )
-        self._kick = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._exchanges = Exchanges(
-            lambda: self.pool,
-            [farm.keys.prefix, farm.keys.queue(self.model)],
-            self.id,
-            taken=self._begin,
-            jobs=lambda jobs: ArqDoor(self.pool, farm.keys, self.model).tend(jobs),
-            ended=self._kick.set,
-            spawn=self._spawn,
-        )
-        self._keeper = Keeper(
-            lambda: self.pool, farm.keys, self.model, engine.identity, self._running_now
-        )
-        self._pulse = Pulse(engine, lambda: [r.progress for r in self._running.values()])
+        self._pulse = Pulse(engine, lambda: [r.progress for r in self._running_now()])
 
     # Life
 
@@ -142,38 +110,32 @@ class TurnWorker(Worker):
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self.stop)
         await self._until_redis_answers()
-        log.info(
-            "worker %s serves %s with %s %s: %d slots, context %d",
-            self.id,
-            self.model,
-            self.engine.identity.engine,
-            self.engine.identity.version,
-            self.capacity.slots,
-            self.capacity.context,
-        )
+        for side in self._sides:
+            log.info(
+                "worker %s serves %s with %s %s: %d slots, context %d",
+                side.id,
+                side.model,
+                self.engine.identity.engine,
+                self.engine.identity.version,
+                self.capacity.slots,
+                self.capacity.context,
+            )
         self._spawn(self._wait_for_wakes())
         self._spawn(self._pulse.watch(self._engine_died))
-        self._spawn(self._keeper.run(self.settings.keep_every))
-        self._spawn(self._keeper.tell())
-        leases = LeaseKeeper(
-            self.farm,
-            self.model,
-            self._lease,
-            held=lambda: [(r.claim.hash, r.claim.token) for r in self._running_now()],
-            info=self.info,
-            alive=self._alive,
-            renewed=lambda lost, unwanted: _quietly(
-                self.loop.call_soon_threadsafe, self._let_go, lost, unwanted
-            ),
-            streamed=lambda hashes: _quietly(self.loop.call_soon_threadsafe, self._stream, hashes),
-            counters=self.counters,
-        )
-        leases.start()
+        keepers = []
+        for side in self._sides:
+            self._spawn(side.keeper.run(self.settings.keep_every))
+            self._spawn(side.keeper.tell())
+            info = partial(self._info, side)
+            keepers.append(side.lease_keeper(self._lease, info=info, alive=self._alive))
+        for keeper in keepers:
+            keeper.start()
         try:
             await self._main_outliving_redis()
         finally:
-            leases.stop()
-            await asyncio.to_thread(leases.join, 2)
+            for keeper in keepers:
+                keeper.stop()
+            await asyncio.gather(*(asyncio.to_thread(keeper.join, 2) for keeper in keepers))
             await end_tasks(self._background)
 
     async def _main_outliving_redis(self) -> None:
@@ -197,7 +159,7 @@ class TurnWorker(Worker):
             return
         self._stopping = True
         self.allow_pick_jobs = False
-        log.info("draining %d turns, for at most %g s", len(self._running), self.settings.drain)
+        log.info("draining %d turns, for at most %g s", self._count(), self.settings.drain)
         self.loop.call_later(self.settings.drain, lambda: self._spawn(self._keep_and_hand_back()))
         self._kick.set()
 
@@ -212,23 +174,30 @@ class TurnWorker(Worker):
             await asyncio.wait_for(self.pool.aclose(close_connection_pool=True), GOODBYE_SECONDS)
         self._pool = None
 
-    def info(self) -> WorkerInfo:
-        """What this worker says of itself to the farm."""
+    def _info(self, side: Side) -> WorkerInfo:
+        """What this worker says of itself to those who ask for one of its names. The slots are one worker's, for all of
+        them."""
+        running = side.running_now()
         return WorkerInfo(
-            id=self.id,
+            id=side.id,
             host=socket.gethostname(),
             pid=os.getpid(),
-            model=self.model,
-            revision=self.engine.identity.revision,
-            engine=self.engine.identity,
+            model=side.model,
+            revision=side.engine.identity.revision,
+            engine=side.engine.identity,
             slots=self.capacity.slots,
             context=self.capacity.context,
-            running=len(self._running),
-            tokens=self.counters.made + sum(r.progress.made for r in self._running_now()),
+            running=len(running),
+            tokens=side.counters.made + sum(r.progress.made for r in running),
             state=self._state(),
             started=self._started,
             heartbeat=time.time(),
         )
+
+    @property
+    def counters(self) -> Counters:
+        """Of all names together; may be read from any thread."""
+        return Counters.together([side.counters for side in self._sides])
 
     def _state(self) -> str:
         if self._stopping:
@@ -238,9 +207,9 @@ class TurnWorker(Worker):
     def vitals(self) -> Vitals:
         """How this worker is; may be called from any thread."""
         return Vitals(
-            info=self.info(),
+            infos=[self._info(side) for side in self._sides],
             in_engine=self.engine.running(),
-            unstored=self._exchanges.unstored,
+            unstored=sum(side.exchanges.unstored for side in self._sides),
             silent=self._pulse.age(),
             ending=(self.crash or "the engine died") if self.exit_code else "",
         )
@@ -251,10 +220,11 @@ class TurnWorker(Worker):
             if self._stopping:
                 raise asyncio.CancelledError
             try:
-                await self._exchanges.load_scripts()
-                await self._exchanges.publish_scripts(self.farm.keys.scripts)
-                self._lease = await self._register()
-                self.counters.registered = True
+                exchanges = self._sides[0].exchanges
+                await exchanges.load_scripts()
+                await exchanges.publish_scripts(self.farm.keys.scripts)
+                for side in self._sides:
+                    self._lease = await side.register(self._info(side), self.settings.lease)
                 break
             except FAULTS as error:
                 if not passes(error):
@@ -265,13 +235,6 @@ class TurnWorker(Worker):
                 await asyncio.sleep(BACK_OFF)
         if self._lease != self.settings.lease:
             log.warning("the farm's lease is %g s; it is used instead of ours", self._lease)
-
-    async def _register(self) -> float:
-        """The farm's lease, in seconds: ours, if it has none yet."""
-        info, keys = self.info(), self.farm.keys
-        prefixes = [keys.prefix, keys.queue(self.model)]
-        args = [int(self.settings.lease * 1000), info.id, info.model_dump_json(), EXPIRY_MS]
-        return int(await call(self.pool, REGISTER, prefixes, args)) / 1000
 
     def _spawn(self, work: Any) -> None:
         """A background task whose death is the worker's: one that dies silently costs hours."""
@@ -297,7 +260,8 @@ class TurnWorker(Worker):
     async def _keep_and_hand_back(self) -> None:
         """So that others go on where these turns are now."""
         with contextlib.suppress(*FAULTS):
-            await asyncio.wait_for(self._keeper.keep(), LAST_KEEP_SECONDS)
+            keeping = asyncio.gather(*(side.keeper.keep() for side in self._sides))
+            await asyncio.wait_for(keeping, LAST_KEEP_SECONDS)
         self._hand_back()
 
     def _hand_back(self) -> None:
@@ -324,25 +288,15 @@ class TurnWorker(Worker):
             log.critical("the engine died: %s", why)
         self._end(f"the engine died: {why}")
 
-    def _running_now(self) -> list[_Running]:
-        return list(self._running.values())
+    def _running_now(self) -> list[Running]:
+        return [running for side in self._sides for running in side.running_now()]
+
+    def _count(self) -> int:
+        """Turns that it holds."""
+        return sum(len(side.running) for side in self._sides)
 
     def _holds_suspects(self) -> bool:
-        return any(r.claim.company is not Company.ANY for r in self._running_now())
-
-    def _let_go(self, lost: Held, unwanted: Held) -> None:
-        endings: tuple[tuple[Ending, Held], ...] = (("lost", lost), ("unwanted", unwanted))
-        for ending, claims in endings:
-            for hash, token in claims:
-                running = self._running.get(hash)
-                if running is not None and running.claim.token == token:
-                    self.counters.lost += ending == "lost" and running.ending is None
-                    running.end(ending)
-
-    def _stream(self, hashes: list[str]) -> None:
-        for hash in hashes:
-            if (running := self._running.get(hash)) is not None:
-                self._keeper.stream(running)
+        return any(side.holds_suspects for side in self._sides)
 
     # The queue
 
@@ -350,21 +304,22 @@ class TurnWorker(Worker):
         """Called by arq again and again. Stays inside while there is work: arq sleeps between calls."""
         while True:
             self._kick.clear()
-            while self._exchanges.start(self._room(), len(self._running)):
+            while self._exchange():
                 pass
-            if self._stopping and not self._running and self._may_leave():
+            if self._stopping and not self._count() and self._may_leave():
                 assert self.main_task is not None
                 self.main_task.cancel()
                 return
-            if self._exchanges.idle:
+            if all(side.exchanges.idle for side in self._sides):
                 break
             await self._kick.wait()
-        if len(self._running) < self.max_jobs and self.allow_pick_jobs and not self._pulse.away:
+        if self._count() < self.max_jobs and self.allow_pick_jobs and not self._pulse.away:
             self._idle.set()
         try:
             await asyncio.wait_for(self._kick.wait(), IDLE_SECONDS)
         except TimeoutError:
-            self._exchanges.more = True
+            for side in self._sides:
+                side.exchanges.more = True
         finally:
             self._idle.clear()
         with contextlib.suppress(*FAULTS):
@@ -373,51 +328,74 @@ class TurnWorker(Worker):
     def _may_leave(self) -> bool:
         """Not before Redis has every answer; but a Redis that is away is waited for only with answers in hand,
         and only until we are told to end once more."""
-        if self._exchanges.done:
+        exchanges = [side.exchanges for side in self._sides]
+        if all(one.done for one in exchanges):
             return True
-        away = self._exchanges.away or not self.counters.registered
-        answers = self._exchanges.answers
+        away = any(one.away for one in exchanges) or not self.counters.registered
+        answers = sum(one.answers for one in exchanges)
         if away and answers and self._told_twice:
             log.error("Redis is away; answers lost with us: %d", answers)
             return True
         return away and not answers
 
-    def _room(self) -> int:
-        """How many turns to claim now: at most half of the slots at a time, so that one half is worked on
-        while Redis is asked for the other."""
-        if not (self.allow_pick_jobs and self._exchanges.more) or self._pulse.away:
-            return 0
-        if len(self._exchanges.finished) >= self.settings.unstored:
-            return 0
-        if self._exchanges.may_bring_suspects:
-            return 0  # they must not get company
-        free = self.max_jobs - len(self._running) - self._exchanges.claiming
-        return min(free, -(-self.max_jobs // 2))
+    def _exchange(self) -> bool:
+        """Begin a round trip with Redis; False if there is none to begin. Who has the fewest turns here asks first for
+        more, and of those who asked longest ago: so no name keeps another from the slots."""
+        held = sum(side.held for side in self._sides)
+        order = sorted(self._sides, key=lambda side: (side.held, side.exchanges.asked))
+        return any(
+            side.exchanges.start(self._room(side, held), held - side.exchanges.claiming)
+            for side in order
+        )
 
-    async def _begin(self, claims: list[Claim]) -> None:
+    def _room(self, side: Side, held: int) -> int:
+        """How many turns to claim now for one side: at most half of the slots at a time, so that one half is worked on
+        while Redis is asked for the other. `held`: slots that are taken."""
+        if not self.allow_pick_jobs or self._pulse.away or not self._may_have_more(side):
+            return 0
+        exchanges = [side.exchanges for side in self._sides]
+        if sum(len(one.finished) for one in exchanges) >= self.settings.unstored:
+            return 0
+        if any(one.may_bring_suspects for one in exchanges) or not self._may_claim(side):
+            return 0  # they must not get company
+        return min(self.max_jobs - held, -(-self.max_jobs // 2))
+
+    @staticmethod
+    def _may_have_more(side: Side) -> bool:
+        """A worker without room hears no wakes; it asks again for a name whose turns have ended, and now and then for
+        those that have none here."""
+        exchanges = side.exchanges
+        return exchanges.more or time.monotonic() - exchanges.asked > IDLE_SECONDS
+
+    def _may_claim(self, side: Side) -> bool:
+        """Whether no other side needs the engine without company. If several do, it is one after the other's turn, or
+        all would wait for all."""
+        if len(self._sides) == 1:
+            return True
+        if self._apart is None or not self._apart.needs_no_company:
+            needy = (one for one in self._sides if one.needs_no_company)
+            self._apart = next(needy, None)
+        return self._apart in (None, side)
+
+    async def _begin(self, side: Side, claims: list[Claim]) -> None:
         """Answer these turns, each in a task of its own."""
-        claimed = [_Running(claim, Progress(priority=claim.priority)) for claim in claims]
-        self.counters.claimed += len(claimed)
-        for running in claimed:
-            before = self._running.get(running.claim.hash)
-            if before is not None:  # its lease had lapsed, and it has come back to us
-                before.end("lost")
-        self._running.update((running.claim.hash, running) for running in claimed)
+        claimed = side.take(claims)
         # What Redis is asked next leaves before these begin, so that it works while they do.
-        if claimed and self._exchanges.start(self._room(), len(self._running)):
+        if claimed and self._exchange():
             await asyncio.sleep(0)
         for running in claimed:
             if running.claim.stream:
-                self._keeper.stream(running)
+                side.keeper.stream(running)
             if self._handing_back:  # they were on their way when the others went back
                 running.end("drain")
-            self.loop.create_task(self._run_turn(running))
+            self.loop.create_task(self._run_turn(side, running))
 
     # One turn
 
-    async def _run_turn(self, running: _Running) -> None:
+    async def _run_turn(self, side: Side, running: Running) -> None:
         claim = running.claim
-        context = {**self.ctx, "job_id": claim.hash, "job_try": len(claim.earlier) + 1}
+        context = {**self.ctx, "engine": side.engine, "worker": side.id}
+        context |= {"job_id": claim.hash, "job_try": len(claim.earlier) + 1}
         died: str | None = None
         running.task = asyncio.current_task()
         try:
@@ -426,9 +404,9 @@ class TurnWorker(Worker):
             if self.on_job_start:
                 await self.on_job_start(context)
             if claim.log:
-                running.progress.kept = await self._keeper.read(claim.hash)
+                running.progress.kept = await side.keeper.read(claim.hash)
                 if running.teller is not None:
-                    running.teller.earlier = await self._keeper.read_told(claim.hash)
+                    running.teller.earlier = await side.keeper.read_told(claim.hash)
                 if running.ending:  # redis-py can swallow a cancellation
                     raise asyncio.CancelledError
             job = self.functions["answer_turn"].coroutine
@@ -451,18 +429,10 @@ class TurnWorker(Worker):
                 await self.on_job_end(context)
         if died is not None:  # while it is still known which turns were in the engine
             self._engine_died(died)
-        if self._running.get(claim.hash) is running:
-            del self._running[claim.hash]
-        self.counters.count(finish, running.progress.reply)
-        self.counters.made += running.progress.made
-        # It may lead back to the progress: a circle, which only the garbage collector would free.
-        running.progress.growing = None
-        self._keeper.end(running)
-        self._exchanges.finished.append(finish)
-        self._exchanges.more = True
+        side.hand_in(running, finish)
         self._kick.set()
 
-    def _cancelled(self, running: _Running) -> Finish:
+    def _cancelled(self, running: Running) -> Finish:
         claim = running.claim
         if running.ending == "unwanted":
             return Finish(claim.hash, claim.token, "cancelled")
@@ -471,22 +441,19 @@ class TurnWorker(Worker):
         return requeue(claim, "drain" if self._stopping else "handback")
 
     async def _wait_for_wakes(self) -> None:
-        """Blocks on the wake list with a connection of its own. A full worker leaves wakes to others:
+        """Blocks on the wake lists with a connection of its own. A full worker leaves wakes to others:
         it claims again anyway when a turn ends."""
-        wake = self.farm.keys.wake(self.model)
+        keys = self.farm.keys
         while True:
             await self._idle.wait()
+            asking = filter(self._may_claim, self._sides)
+            sides = {keys.wake(side.model).encode(): side for side in asking}
             try:
-                if await self.pool.blpop([wake], timeout=5):  # type: ignore[misc]
+                if woken := await self.pool.blpop(list(sides), timeout=5):  # type: ignore[misc]
+                    wake, _ = woken
                     if not self._idle.is_set():
                         await self.pool.lpush(wake, "1")  # type: ignore[misc]
-                    self._exchanges.more = True
+                    sides[wake].exchanges.more = True
                     self._kick.set()
             except FAULTS:
                 await asyncio.sleep(BACK_OFF)
-
-
-def _quietly(call: Any, *args: Any) -> None:
-    """Call into a loop that may just have been closed."""
-    with contextlib.suppress(RuntimeError):
-        call(*args)

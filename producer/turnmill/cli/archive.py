@@ -51,7 +51,8 @@ def archive(
         if as_json:
             emit(to_json(done).decode())
             return 0
-        line = f"{done.file}: {done.turns} turns of run {run}, {done.bytes:,} bytes"
+        effects = f" and {done.effects} effects" if done.effects else ""
+        line = f"{done.file}: {done.turns} turns{effects} of run {run}, {done.bytes:,} bytes"
         if not keep_stored:
             line += f"; {done.dropped} answers freed"
         if done.left:
@@ -82,9 +83,10 @@ def restore(
             emit(to_json(done).decode())
             return 0
         there = done.turns - done.stored
-        line = f"run {done.run}: {done.turns} turns are back"
+        effects = f" and {done.effects} effects" if done.effects else ""
+        line = f"run {done.run}: {done.turns} turns{effects} are back"
         terminal.print(
-            line + (f"; of these, {there} were there or have no answer" if there else ""),
+            line + (f"; of the turns, {there} were there or have no answer" if there else ""),
             markup=False,
             soft_wrap=True,
         )

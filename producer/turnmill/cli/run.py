@@ -25,6 +25,7 @@ from turnmill.cli.driving import a_place, attempt_options, drive, look_ahead, sa
 from turnmill.errors import UsageError
 from turnmill.output import PARTIAL, REPLIES
 from turnmill.run import RunEnd
+from turnmill.scaffolds.finding import takes
 from turnmill.spec import Attempt, Plan, RunSpec, plan, problems
 from turnmill.turn import Sampling
 
@@ -138,6 +139,10 @@ def run(
 
     def prepare() -> Work:
         spec = _spec(file, _scaffold_options(options, unsafe_local), given)
+        if unsafe_local and not takes(spec.scaffold, "unsafe_local"):
+            raise UsageError(
+                f"--unsafe-local: scaffold {spec.scaffold!r} has no sandbox to do without"
+            )
         planned = plan(name, spec, out or Path("runs") / name, Attempt(again, extend, allow_mixed))
         say_left_out(planned)
         if redis_url and (spec.engine or spec.slots or spec.engine_arguments):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -15,14 +14,13 @@ import uvicorn
 from turnmill.errors import UsageError
 from turnmill.gateway.app import make_app
 from turnmill.gateway.settings import GatewaySettings
+from turnmill.open_files import allow_many_files
 from turnmill.tasks import end_tasks
 
 log = logging.getLogger("turnmill.gateway")
 
 BACKLOG = 2048
 LOOK_SECONDS = 0.01
-FILES = 65_536
-"""How many files and connections we want to be allowed: each request that waits is one."""
 
 
 class _Server(uvicorn.Server):
@@ -53,23 +51,13 @@ def bind(host: str, port: int, *, insecure: bool) -> socket.socket:
     return bound
 
 
-def allow_many_connections() -> None:
-    """Raise this process's limit of open files as far as may be: what shells set (1024) is soon reached, and then no
-    client gets in until another leaves."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 @contextlib.asynccontextmanager
 async def serving(
     settings: GatewaySettings, bound: socket.socket, *, drain: float
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Serve inside the block, on a socket that is bound; yields once requests are taken. In the end, requests that are
     under way may go on for `drain` seconds. Yields the task that serves: it ends only if serving fails."""
-    allow_many_connections()
+    allow_many_files()  # each request that waits is one
     config = uvicorn.Config(
         make_app(settings),
         lifespan="on",

@@ -56,6 +56,17 @@ def find(name: str, options: Mapping[str, str]) -> Scaffold[Any]:
     return made
 
 
+def takes(name: str, option: str) -> bool:
+    """Whether the scaffold of this name has such an option. What cannot be found or imported is said by `find`."""
+    try:
+        found = _point(name).load()
+    except (ImportError, AttributeError):
+        return True
+    if isinstance(found, Scaffold) or not callable(found):
+        return False
+    return option in inspect.signature(found).parameters
+
+
 def _point(name: str) -> EntryPoint:
     if value := name if ":" in name else OWN.get(name):
         return EntryPoint(name, value, GROUP)

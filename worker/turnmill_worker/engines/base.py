@@ -9,7 +9,7 @@ called, so that a turn is answered as the engine's HTTP server would answer it. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -166,11 +166,8 @@ class EngineAway(EngineError):
         super().__init__(why)
 
 
-class Engine(Protocol):
-    """One engine, built before the worker's event loop exists and outside any running loop.
-
-    `answer`, `abort` and `healthy` are called from the worker's loop and must not block it.
-    """
+class Answering(Protocol):
+    """What answers the turns that ask for one name."""
 
     @property
     def identity(self) -> EngineIdentity: ...
@@ -180,13 +177,26 @@ class Engine(Protocol):
         """The model name that turns ask for."""
         ...
 
-    def capacity(self) -> Capacity: ...
-
     async def answer(self, turn: Turn, rid: str, progress: Progress) -> Answer:
         """Answer one turn. `rid` is unique and of fixed length. Cancelling this call aborts the
         request in the engine. Where `progress.kept` has tokens, an adapter may go on from them: what
         it returns is then the whole answer all the same. Raises EngineError's children only."""
         ...
+
+
+class Engine(Answering, Protocol):
+    """One engine, built before the worker's event loop exists and outside any running loop.
+
+    `answer`, `abort` and `healthy` are called from the worker's loop and must not block it.
+    """
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The LoRA adapters that it has loaded: by name, where its weights came from. It answers turns that ask for
+        `SERVED_NAME:NAME`, too (adapters.py)."""
+        ...
+
+    def capacity(self) -> Capacity: ...
 
     async def abort(self, rid: str) -> None:
         """End a request early; unknown rids are ignored. Its `answer` call raises CancelledError

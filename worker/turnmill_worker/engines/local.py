@@ -28,6 +28,7 @@ import xllamacpp
 from turnmill.errors import UsageError
 from turnmill.reply import EngineIdentity, FinishReason, Usage
 from turnmill.turn import Turn
+from turnmill_worker.engines.adapters import NO_ADAPTERS
 from turnmill_worker.engines.arguments import EngineArguments, count
 from turnmill_worker.engines.base import (
     Answer,
@@ -202,6 +203,8 @@ class LocalEngine:
         self._calls: dict[str, _Call] = {}
         self._has_warned = False
         self._closed = False
+
+    adapters = NO_ADAPTERS
 
     @property
     def identity(self) -> EngineIdentity:

@@ -26,6 +26,7 @@ import uvloop
 from turnmill.errors import UsageError
 from turnmill.reply import EngineIdentity
 from turnmill.turn import Turn
+from turnmill_worker.engines.adapters import NO_ADAPTERS
 from turnmill_worker.engines.arguments import EngineArguments, amount, count
 from turnmill_worker.engines.base import (
     Answer,
@@ -181,6 +182,8 @@ class OpenAIEngine:
             log.warning("%s does not say how long its context is: --context can", connection.url)
 
     # From the worker's loop
+
+    adapters = NO_ADAPTERS  # a server's are models to it, as they are to us
 
     @property
     def identity(self) -> EngineIdentity:

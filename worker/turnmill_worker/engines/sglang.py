@@ -33,6 +33,7 @@ from pydantic import ValidationError
 from turnmill.errors import UsageError
 from turnmill.reply import EngineIdentity, Usage
 from turnmill.turn import Turn, explain
+from turnmill_worker.engines.adapters import adapter_of
 from turnmill_worker.engines.arguments import first_line, last_line
 from turnmill_worker.engines.base import (
     Answer,
@@ -50,6 +51,8 @@ from turnmill_worker.engines.kept import can_be_told, can_go_on
 from turnmill_worker.engines.loop_thread import LoopThread
 from turnmill_worker.engines.room import Room, met, room
 from turnmill_worker.engines.sglang_growing import GoingOn, Grown, remembers_nothing
+from turnmill_worker.engines.sglang_parsers import complete_parsers
+from turnmill_worker.engines.sglang_seeds import Seeds
 
 T = TypeVar("T")
 
@@ -103,11 +106,15 @@ class SGLangEngine:
                 self._forget_signal()
                 raise
         self._manager = self._engine.tokenizer_manager
+        complete_parsers(arguments, self._manager)
         self._chat = self._manager.serving_chat_class(self._manager, self._engine.template_manager)
         self._completions = _completions(self._manager, self._engine.template_manager)
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="sglang-chat")
         self._identity = self._identify()
+        loaded = self._manager.lora_ref_cache
+        self.adapters = {name: str(adapter.lora_path) for name, adapter in loaded.items()}
         self._context, self._max_prompt = self._limits()
+        self._seeds = Seeds(used=arguments.enable_deterministic_inference)
         self._going_on = GoingOn(self._manager, self._end_of_reasoning())
 
     def start(self) -> None:
@@ -182,6 +189,8 @@ class SGLangEngine:
             revision=self._engine.server_args.revision,
             dtype=str(model.dtype).removeprefix("torch."),
             template_digest=hashlib.sha256(self._template().encode()).hexdigest(),
+            tool_parser=self._chat.tool_call_parser or None,
+            reasoning_parser=self._chat.reasoning_parser or None,
         )
 
     def _template(self) -> str:
@@ -285,6 +294,7 @@ class SGLangEngine:
         fields = turn.model_dump(
             exclude_none=True, exclude={"model", "revision", "sampling", "sample"}
         )
+        fields["lora_path"] = adapter_of(turn, self)  # its name: SGLang knows where it came from
         # max_tokens is left to us: SGLang would refuse one that is larger than the context.
         fields |= turn.sampling.model_dump(exclude_none=True, exclude={"max_tokens"})
         serving, kind = self._chat, ChatCompletionRequest
@@ -295,13 +305,14 @@ class SGLangEngine:
             if fields.pop("logprobs", False):
                 fields["logprobs"] = top
         try:
-            # Its own name for the model: in any other, what follows a colon is a LoRA adapter.
+            # Its own name for the model: any other it takes apart, and what follows a colon is an adapter to it.
             body = kind(model=self._manager.served_model_name, rid=rid, **fields)
             if refusal := serving._validate_request(body):
                 raise InvalidRequest(refusal)
             request, body = serving._convert_to_internal_request(body)
             if turn.prompt is not None:
                 request.input_ids, request.text = self._prompt_of(request), None
+            self._seeds.settle(turn, request.sampling_params)
         except ValidationError as error:
             raise InvalidRequest(explain(error)) from None
         except (EngineError, MemoryError, RuntimeError):

@@ -4,7 +4,8 @@ A token is a word with the white space before it. The prompt is a line `role: te
 Nothing is cached between turns (`cached_tokens` is 0), tools and `response_format` are read as
 part of the turn but never used (but by a play, which may call tools), and sampling changes nothing but the answer's length. What a turn is
 answered is a function of its messages or its prompt alone, so a test can say beforehand what must come back; but for
-`chain`, whose first token is random: there a test can see whether an answer is of one piece.
+`chain`, whose first token is random: there a test can see whether an answer is of one piece. An adapter puts its name before all
+answers but a play's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pydantic import TypeAdapter
 
 from turnmill.reply import EngineIdentity, Usage
 from turnmill.turn import Message, Turn
+from turnmill_worker.engines.adapters import adapter_of
 from turnmill_worker.engines.arguments import EngineArguments, amount, count
 from turnmill_worker.engines.base import (
     Answer,
@@ -116,6 +118,13 @@ def _parse(settings: EngineSettings) -> argparse.Namespace:
         metavar="FILE",
         help="answers and tool calls from a file, in place of --answer",
     )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="turns may ask for SERVED_NAME:NAME, too; again for another",
+    )
     for fault, effect in _FAULTS.items():
         parser.add_argument(f"--{fault}-if", metavar="TEXT", help=f"a message has TEXT: {effect}")
     return parser.parse_args(settings.arguments)
@@ -182,6 +191,7 @@ class SimEngine:
             revision=settings.revision,
             dtype="words",
         )
+        self.adapters = {name: f"sim/{name}" for name in script.adapter}
         self._capacity = Capacity(script.slots or settings.slots or 64, script.context)
         self._seats: dict[str, _Seat] = {}
         self._queue: deque[_Seat] = deque()
@@ -296,13 +306,18 @@ class SimEngine:
         elif self._script.answer == "words":
             tokens = [_PADDING[0].lstrip()]
         else:
-            tokens = [*kept] or [secrets.token_hex(4)]
+            tokens = [secrets.token_hex(4)]
+        adapter = adapter_of(turn, self)
+        if adapter is not None and played is None:
+            tokens = _TOKEN.findall(f"{adapter}: {''.join(tokens)}")
+        chained = self._script.answer == "chain" and played is None
+        if chained:
+            tokens[: len(kept)] = kept
         shortest = self._script.answer_tokens if played is None else 0
         wanted = max(shortest, sampling.min_tokens or 0)
         if sampling.ignore_eos:
             wanted = max_tokens
         if len(tokens) < wanted:
-            chained = self._script.answer == "chain" and played is None
             more = _chain(tokens[-1]) if chained else cycle(_PADDING)
             tokens.extend(islice(more, wanted - len(tokens)))
         tokens[: len(kept)] = kept

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from turnmill.reply import EngineIdentity, Usage
 from turnmill.turn import Turn
+from turnmill_worker.engines.adapters import adapter_of
 from turnmill_worker.engines.base import (
     Answer,
     Capacity,
@@ -81,7 +82,9 @@ class VLLMEngine:
         for serving in (self._chat, self._completions):
             serving.engine_client = Client(serving.engine_client)
             serving.online_renderer = Renderer(serving.online_renderer)
-        self._identity = self._identify()
+        self._identity = self._identify(parsed)
+        requests = self._chat.models.lora_requests
+        self.adapters = {name: str(request.lora_path) for name, request in requests.items()}
         self._thread.run(loop)
         # It ends with the engine, and whoever waits for the engine would be told by it.
         self._thread.call_soon(
@@ -122,7 +125,7 @@ class VLLMEngine:
         """Requests that the engine has taken and not given back yet, all ranks and queues counted."""
         return 0 if self._dead else int(self._client.get_num_unfinished_requests())
 
-    def _identify(self) -> EngineIdentity:
+    def _identify(self, parsed: Any) -> EngineIdentity:
         model = self._client.model_config
         return EngineIdentity(
             engine="vllm",
@@ -131,6 +134,8 @@ class VLLMEngine:
             revision=model.revision,
             dtype=str(model.dtype).removeprefix("torch."),
             template_digest=hashlib.sha256(self._template().encode()).hexdigest(),
+            tool_parser=parsed.tool_call_parser if parsed.enable_auto_tool_choice else None,
+            reasoning_parser=parsed.structured_outputs_config.reasoning_parser or None,
         )
 
     def _template(self) -> str:
@@ -181,6 +186,8 @@ class VLLMEngine:
         # max_tokens is left to us: vLLM would refuse one that is larger than the context.
         fields |= turn.sampling.model_dump(exclude_none=True, exclude={"max_tokens"})
         fields["priority"] = -progress.priority  # to vLLM the smaller is the first
+        # To vLLM an adapter is a model by its own name.
+        fields["model"] = adapter_of(turn, self) or self._chat.models.model_name()
         serve, kind = self._chat.create_chat_completion, ChatCompletionRequest
         if turn.prompt is not None:
             serve, kind = self._completions.create_completion, CompletionRequest
@@ -189,9 +196,7 @@ class VLLMEngine:
             if fields.pop("logprobs", False):
                 fields["logprobs"] = top
         try:
-            return serve, unbounded(kind)(
-                model=self._chat.models.model_name(), request_id=rid, **fields
-            )
+            return serve, unbounded(kind)(request_id=rid, **fields)
         except ValidationError as error:
             raise InvalidRequest(_explain(error)) from None
         except Exception as error:

@@ -13,6 +13,7 @@ from turnmill.errors import UsageError
 from turnmill_worker.engines.arguments import first_line, last_line
 from turnmill_worker.engines.base import EngineDied, EngineSettings
 from turnmill_worker.engines.vllm_child import WORKER
+from turnmill_worker.engines.vllm_parsers import choose_parsers
 
 _REFUSED = {
     "headless": "a worker holds the engine's first node; start the others with `vllm serve --headless`",
@@ -76,10 +77,12 @@ async def launch(parsed: Any) -> Launched:
 
     os.environ[WORKER] = str(os.getpid())
     try:
+        choose_parsers(parsed)
         engine_arguments = AsyncEngineArgs.from_cli_args(parsed)
         # What is not said is as in its server: some of its defaults depend on who asks.
         config = engine_arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         _import_parsers(parsed)
+        _leave_room_for_none(parsed)
     except Exception as error:
         raise UsageError(f"engine vllm: {first_line(error)}") from error
     try:
@@ -104,6 +107,19 @@ async def launch(parsed: Any) -> Launched:
             raise
         raise UsageError(f"engine vllm: {first_line(error)}") from error
     return Launched(client, state.openai_serving_chat, state.openai_serving_completion)
+
+
+def _leave_room_for_none(parsed: Any) -> None:
+    """On a CPU vLLM looks up the weights of "no adapter" in its last place for one: where the plain model is in a batch with
+    adapters, it would answer as the adapter there. (The index is -1, to vllm/lora/ops/torch_ops a place like others.)"""
+    from vllm.platforms import current_platform
+
+    count = len(parsed.lora_modules or ())
+    if count and current_platform.is_cpu() and parsed.max_loras <= count:
+        raise ValueError(
+            f"--max-loras {parsed.max_loras}: on a CPU it must be more than the adapters, {count + 1} or more, "
+            "or vLLM mixes one of them into the model's own answers"
+        )
 
 
 def _import_parsers(parsed: Any) -> None:

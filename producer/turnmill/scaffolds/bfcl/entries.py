@@ -20,6 +20,8 @@ from turnmill.lines import Loaded
 from turnmill.turn import Message, Tool
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
+_HINT = " Note that the provided function is in Python 3 syntax."
+"""The benchmark says this of the functions that are offered from the start, and not of those that come later."""
 _DATA = files("bfcl_eval").joinpath("data")
 
 
@@ -86,7 +88,11 @@ def _category(name: str) -> Iterator[Entry]:
             for turn, names in entry.get("missed_function", {}).items()
         }
         missing = [function["name"] for held in held_out.values() for function in held]
-        offered = [function for function in functions if function["name"] not in missing]
+        offered = [
+            {**function, "description": function["description"] + _HINT}
+            for function in functions
+            if function["name"] not in missing
+        ]
         yield Entry(entry["id"], entry, answer["ground_truth"], offered, held_out)
 
 

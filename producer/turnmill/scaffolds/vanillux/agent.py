@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from turnmill.results import ConversationCap
 from turnmill.scaffolds.base import Ask, Ended
@@ -38,23 +39,30 @@ class Rules:
     format_errors: int = 3
 
 
-async def drive(task: Task, ask: Ask, rules: Rules, kind: Kind) -> Ended:
-    """One conversation about a task, in a sandbox of its own, and its score."""
-    sandbox = Sandbox(lambda: kind.launch(task.image), lambda: pack(task.files))
-    async with sandbox:
+async def drive(
+    task: Task, ask: Ask, rules: Rules, kind: Kind, starting: asyncio.Semaphore
+) -> Ended:
+    """One conversation about a task, in a sandbox of its own, and its score. `starting` bounds the sandboxes that start at once."""
+    ending: Ending
+    score: float | None = None
+    failed: str | None = None
+    async with Sandbox(
+        lambda: kind.launch(task.image), lambda: pack(task.files), starting
+    ) as sandbox:
         work = _Work(task, ask, rules, sandbox)
         try:
             ending = await work.go()
-            score, checked = await work.check()
+            score = await work.check()
         except SandboxDied as died:
-            return Ended(work.messages, ending="error", failed=str(died))
+            ending, failed = "error", str(died)
     details = {
         "steps": work.steps,
         "commands": work.commands,
         "command_seconds": round(work.seconds, 3),
-        "check": checked,
+        "check": work.checked,
     }
-    return Ended(work.messages, _CAPS.get(ending), ending=ending, score=score, details=details)
+    capped = _CAPS.get(ending)
+    return Ended(work.messages, capped, ending=ending, score=score, details=details, failed=failed)
 
 
 class _Work:
@@ -67,6 +75,7 @@ class _Work:
             steps=rules.steps,
         )
         self.steps = self.commands = 0
+        self.checked: Ran | None = None
         self.seconds = 0.0
         """That commands have taken, in all attempts together. Turns do not count: how long one waits is the farm's affair."""
 
@@ -100,7 +109,8 @@ class _Work:
                 self.messages.append(prompts.result(call.id, call.wrong))
                 continue
             do = partial(self._timed, took, number, call.command)
-            ran = await self._ask.effect(f"command {number}", do, rebuild=True)
+            key = f"answer {self.steps}, command {number + 1}"
+            ran = await self._ask.effect(key, do, rebuild=True)
             self.commands += 1
             text = prompts.observed(ran, self._rules.command_seconds)
             self.messages.append(prompts.result(call.id, text))
@@ -118,23 +128,27 @@ class _Work:
         took[number] = time.monotonic() - begun
         return ran
 
-    async def check(self) -> tuple[float | None, dict[str, Any] | None]:
-        """The score, and what the check printed; None without a check. It runs in the same sandbox, but in a shell of its own:
-        in the folder of the task, with nothing exported."""
+    async def check(self) -> float | None:
+        """The score; None without a check. It runs in the same sandbox, but in a shell of its own: in the folder of the task, with
+        nothing exported."""
         if self._task.check is None:
-            return None, None
-        ran = await self._ask.effect("check", self._check)
-        return float(ran["exit"] == 0 and not ran["killed"]), dict(ran)
+            return None
+        self.checked = ran = await self._ask.effect("check", self._check)
+        return float(ran["exit"] == 0 and not ran["killed"])
 
     async def _check(self) -> Ran:
         assert self._task.check is not None
         if self._task.check_files is not None:
-            await self._sandbox.put(await asyncio.to_thread(pack, self._task.check_files))
+            files = await asyncio.to_thread(pack, self._task.check_files)
+            unpacked = await self._sandbox.put(files)
+            if unpacked["exit"]:  # by what the model has left there: a full folder, say
+                return unpacked
         return await self._sandbox.run(
             self._task.check,
             seconds=self._task.check_seconds,
             most=self._rules.observation,
-            shell="check",
+            # A name that no command could know before: nothing lies in wait for it.
+            shell=f"check-{secrets.token_hex(8)}",
         )
 
 

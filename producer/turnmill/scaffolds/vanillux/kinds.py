@@ -9,7 +9,6 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Protocol
@@ -79,7 +78,9 @@ class Bubblewrap:
                 text=True,
                 errors="replace",
                 timeout=20,
-                preexec_fn=launch.before,
+                user=launch.user,
+                group=launch.user,
+                extra_groups=None if launch.user is None else (),
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise UsageError(f"bubblewrap: {command}: {error}") from None
@@ -122,7 +123,8 @@ class Bubblewrap:
             _WORK,
             self.limits.processes if _counts_by_namespace() else 0,
             self.limits.memory * 1024,
-            before=_become_nobody() if os.geteuid() == 0 else None,
+            # As root, what is in a sandbox would own this machine's files in the kernel's eyes, and have no limit of processes.
+            user=_NOBODY if os.geteuid() == 0 else None,
         )
 
     def _system(self) -> list[str]:
@@ -247,17 +249,6 @@ def _said(command: list[str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def _become_nobody() -> Callable[[], None]:
-    """For root: what is in a sandbox would own this machine's files in the kernel's eyes, and have no limit of processes."""
-
-    def become() -> None:
-        os.setgroups([])
-        os.setgid(_NOBODY)
-        os.setuid(_NOBODY)
-
-    return become
 
 
 def _counts_by_namespace() -> bool:

@@ -7,30 +7,33 @@ as the pipe to it, so it ends with its process, however that ends.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import secrets
 import shlex
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Final, Literal, Self, TypedDict
 
+from turnmill.open_files import allow_many_files
 from turnmill.scaffolds.vanillux.observation import Observation
-from turnmill.tasks import end_tasks
 
-_SERVER = Path(__file__).with_name("server.sh").read_bytes()
-_BEGIN = b'read -r bytes && IFS= read -r -N "$bytes" code && eval "$code"'
-_CHUNK = 1 << 16
-_MOST_OUTPUT = 64 << 20
+_SERVER: Final = Path(__file__).with_name("server.sh").read_bytes()
+_BEGIN: Final = b'read -r bytes && IFS= read -r -N "$bytes" code && eval "$code"'
+_MOST_OUTPUT: Final = 64 << 20
 """Bytes that a command may print; one that prints more is killed."""
-_PATIENCE = 20.0
-"""Seconds that the server may take for what is no command, and to end."""
-_SLOWEST = 1 << 20
+_PATIENCE: Final = 60.0
+"""Seconds that the server may take for what is no command: hundreds of them may share a few cores."""
+_END_SECONDS: Final = 10.0
+"""Seconds that it may take to end by itself."""
+_SLOWEST: Final = 1 << 20
 """Bytes a second in which files are unpacked at the least."""
+_SAID: Final = 1000
+"""Bytes that are kept of what a sandbox says instead of starting."""
 
 
 class SandboxDied(Exception):
@@ -51,7 +54,7 @@ class Launch:
 
     `folder` and `work`, which are there then, are for server.sh and for commands; `processes` and `memory` (KiB each) are limits that
     the server sets on commands (0: none). `root`: a folder that is removed at the end, after all that was started from it.
-    `before` is called in the child before it becomes the sandbox.
+    `user`: the number of the user and the group that it is started as (None: our own).
     """
 
     argv: list[str]
@@ -62,7 +65,7 @@ class Launch:
     root: str = ""
     environment: Mapping[str, str] | None = None
     start_seconds: float = _PATIENCE
-    before: Callable[[], None] | None = None
+    user: int | None = None
 
 
 class _Exchange:
@@ -97,17 +100,51 @@ class _Exchange:
                 self._too_much()
 
 
-class Sandbox:
-    """One sandbox, started when it is first needed, with `files` (a tar file) in its folder for work.
+class _Ears(asyncio.Protocol):
+    """Hears all that comes, also between commands, for processes that were left behind must not wait for a reader."""
 
-    Close it, or leave `async with`: then it ends with all that runs in it. Every method raises SandboxDied.
+    def __init__(self, hear: Callable[[bytes], None]) -> None:
+        self._hear = hear
+        self._pipe: asyncio.BaseTransport | None = None
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when nothing more will come."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._pipe = transport
+
+    def close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._hear(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+
+class Sandbox:
+    """One sandbox, started when it is first needed, with `files` (a tar file) in its folder for work. `starting` bounds how many
+    start at once.
+
+    Close it, or leave `async with`: then it ends with all that runs in it. Every method raises SandboxDied. It has two
+    open files and no thread.
     """
 
-    def __init__(self, launch: Callable[[], Launch], files: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        launch: Callable[[], Launch],
+        files: Callable[[], bytes],
+        starting: asyncio.Semaphore | None = None,
+    ) -> None:
         self._launch, self._files = launch, files
-        self._process: asyncio.subprocess.Process | None = None
-        self._listening: asyncio.Task[str] | None = None
+        self._starting = starting or asyncio.Semaphore()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ears = _Ears(self._hear)
+        self._voice: asyncio.WriteTransport | None = None
         self._exchange: _Exchange | None = None
+        self._said = b""
         self._root = ""
 
     async def __aenter__(self) -> Self:
@@ -136,10 +173,10 @@ class Sandbox:
         code = await self._end(exchange, _PATIENCE)
         return {"exit": code, "output": seen.text, "killed": killed}
 
-    async def put(self, files: bytes) -> None:
-        """Unpack a tar file in the folder for work."""
+    async def put(self, files: bytes) -> Ran:
+        """Unpack a tar file in the folder for work, over what is there."""
         await self._ready()
-        await self._unpack(files)
+        return await self._unpack(files)
 
     async def close(self) -> None:
         """May be called twice. A cancellation waits until all has ended, for the loop may end next."""
@@ -157,23 +194,25 @@ class Sandbox:
     async def _ready(self) -> None:
         if self._process is not None:
             return
-        files = await asyncio.to_thread(self._files)
-        launch = self._launch()
-        self._root = launch.root
+        async with self._starting:
+            files = await asyncio.to_thread(self._files)
+            await self._start()
+            unpacked = await self._unpack(files)
+        if unpacked["exit"]:
+            said = unpacked["output"].strip()
+            raise SandboxDied(f"the files of the task cannot be unpacked: {said}")
+
+    async def _start(self) -> None:
+        allow_many_files()
         try:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *launch.argv,
-                *("bash", "--noprofile", "--norc", "-c", _BEGIN, "sandbox"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=launch.environment,
-                start_new_session=True,  # an interrupt at the terminal is not for it
-                preexec_fn=launch.before,
-            )
+            launch = self._launch()
+            self._root = launch.root
+            self._process = process = _spawn(launch)
         except OSError as error:
             raise SandboxDied(f"the sandbox cannot be started: {error}") from None
-        self._listening = asyncio.create_task(self._listen(process))
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: self._ears, process.stdout)
+        self._voice, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
         exchange = _Exchange(Observation(0), lambda: None)
         arguments = (
             launch.folder,
@@ -186,61 +225,83 @@ class Sandbox:
         code = b"set -- " + shlex.join(arguments).encode() + b"\n" + _SERVER
         self._begin(exchange, b"%d\n" % len(code) + code)
         await self._end(exchange, launch.start_seconds)
-        await self._unpack(files)
+        self._said = b""
 
-    async def _unpack(self, files: bytes) -> None:
+    async def _unpack(self, files: bytes) -> Ran:
         seen = Observation(1000)
         exchange = _Exchange(seen, lambda: None)
         self._begin(exchange, f"put {exchange.id} {len(files)}\n".encode() + files)
-        if await self._end(exchange, _PATIENCE + len(files) / _SLOWEST):
-            raise SandboxDied(f"the files of the task cannot be unpacked: {seen.text.strip()}")
+        code = await self._end(exchange, _PATIENCE + len(files) / _SLOWEST)
+        return {"exit": code, "output": seen.text, "killed": None}
 
     def _begin(self, exchange: _Exchange, request: bytes) -> None:
         self._exchange = exchange
         self._write(request)
 
     async def _end(self, exchange: _Exchange, seconds: float) -> int:
-        assert self._listening is not None
         if not await self._has_ended(exchange, seconds):
             raise SandboxDied(f"the sandbox has not answered for {seconds:.0f} s")
         if exchange.ended.done():
             return exchange.ended.result()
-        raise SandboxDied(self._listening.result())
+        said = self._said.decode(errors="replace").strip()
+        code = await self._exit_code()
+        raise SandboxDied(f"the sandbox has ended with exit code {code}{said and f': {said}'}")
 
     async def _has_ended(self, exchange: _Exchange, seconds: float) -> bool:
         """Whether the exchange has ended within so many seconds, or the sandbox has."""
-        assert self._listening is not None
-        ends: set[asyncio.Future[Any]] = {exchange.ended, self._listening}
+        ends: set[asyncio.Future[Any]] = {exchange.ended, self._ears.gone}
         done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         return bool(done)
 
+    async def _exit_code(self) -> int | None:
+        """Of a process that is about to end; None if it does not."""
+        assert self._process is not None
+        try:
+            return await asyncio.to_thread(self._process.wait, _END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
+
     def _write(self, data: bytes) -> None:
         """What is written to a process that has ended is lost, and its end is told by what it no longer says."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(data)
+        assert self._voice is not None
+        if not self._voice.is_closing():
+            self._voice.write(data)
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> str:
-        """Read all that comes, also between commands, for processes that were left behind must not wait for a
-        reader. Returns why nothing comes any more."""
-        assert process.stdout is not None
-        assert process.stderr is not None
-        while chunk := await process.stdout.read(_CHUNK):
-            if self._exchange is not None:
-                self._exchange.feed(chunk)
-        said = (await process.stderr.read(_CHUNK)).decode(errors="replace").strip()
-        code = await process.wait()
-        return f"the sandbox has ended with exit code {code}: {said or 'it said nothing'}"
+    def _hear(self, data: bytes) -> None:
+        self._said += data[: _SAID - len(self._said)]
+        if self._exchange is not None and not self._exchange.ended.done():
+            self._exchange.feed(data)
 
     async def _close(self) -> None:
-        process, listening = self._process, self._listening
-        if process is not None and listening is not None:
-            assert process.stdin is not None
-            process.stdin.close()
-            await asyncio.wait({listening}, timeout=_PATIENCE)
-            with contextlib.suppress(ProcessLookupError):
+        process = self._process
+        if process is not None:
+            if self._voice is not None:
+                if not self._voice.is_closing():
+                    self._voice.abort()  # what it has not read yet, it need not read
+                await asyncio.wait({self._ears.gone}, timeout=_END_SECONDS)
+            if process.returncode is None:  # else its number may be another's
                 os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-            await end_tasks([listening])
+            await self._exit_code()
+            self._ears.close()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
         if self._root:
             await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+
+
+def _spawn(launch: Launch) -> subprocess.Popen[bytes]:
+    """Not asyncio's way, which has a thread for each process before Python 3.12. And not in a thread: bubblewrap ends with the
+    thread that has started it."""
+    return subprocess.Popen(
+        [*launch.argv, "bash", "--noprofile", "--norc", "-c", _BEGIN, "sandbox"],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=launch.environment,
+        start_new_session=True,  # an interrupt at the terminal is not for it
+        user=launch.user,
+        group=launch.user,
+        extra_groups=None if launch.user is None else (),
+    )

@@ -12,33 +12,43 @@
 # leaves running. This script may be process 1, which no signal from inside the sandbox ends.
 
 readonly folder=$1 work=$2 processes=$4 memory=$5 root=$6
+export -n LC_ALL
 LC_ALL=C # so that BYTES are bytes
 exec 3<&0 4>&1 < /dev/null > /dev/null 2>&1
 cd -- "$work" || exit
+ulimit -S -n 1024 # whatever the producer needs itself
 set -m # each command is a process group
 trap : PIPE # when nobody reads any more, there is still something to do at the end
 [ -z "$root" ] || export TURNMILL_SANDBOX=$root
 
-cat > "$folder/shell" <<'END'
-_vanillux_state=$2 _vanillux_work=$3 _vanillux_command=$(< "$4")
+# What the bash of a command does: `kept` is the file with what its shell remembers. No file but this one and the command is read, for
+# what else lies there, an earlier command may have changed.
+read -r -d '' shell <<'END'
+_vanillux_kept=$1 _vanillux_work=$2 _vanillux_command=$(< "$3")
 {
   ulimit -c 0
-  [ "$5" = 0 ] || ulimit -u "$5"
-  [ "$6" = 0 ] || ulimit -d "$6"
+  [ "$4" = 0 ] || ulimit -u "$4"
+  [ "$5" = 0 ] || ulimit -d "$5"
   echo 1000 > /proc/self/oom_score_adj
-  if [ -r "$_vanillux_state" ]; then
+  if [ -r "$_vanillux_kept" ]; then
     for _vanillux_name in $(compgen -e); do unset -v "$_vanillux_name"; done
-    . "$_vanillux_state"
+    . "$_vanillux_kept"
   fi
 } 2> /dev/null
 set --
 _vanillux_keep() {
-  {
+  [ "$_vanillux_kept" ] && {
     export -p
     printf 'cd -- %q || cd -- %q\n' "$PWD" "$_vanillux_work"
-  } > "$_vanillux_state.new" && command mv -f -- "$_vanillux_state.new" "$_vanillux_state"
+    printf 'OLDPWD=%q\n' "${OLDPWD-$PWD}"
+  } > "$_vanillux_kept.new" && command mv -f -- "$_vanillux_kept.new" "$_vanillux_kept"
+  _vanillux_kept=
 } 2> /dev/null
 trap _vanillux_keep EXIT
+eval "$_vanillux_command"
+set -- $?
+_vanillux_keep # the command may have set a trap of its own
+exit "$1"
 END
 
 answer() { printf '\n%s %s\n' "$1" "$2" >&4; }
@@ -62,17 +72,27 @@ answer "$3" 0
 while read -r verb id bytes name <&3; do
   case $verb in
     run)
-      IFS= read -r -N "$bytes" command <&3
-      printf '%s' "$command" > "$folder/command"
+      IFS= read -r -N "$bytes" command <&3 || break # half a command is none
       answer "$id" begin
-      bash --noprofile --norc -c '. "$1"; eval "$_vanillux_command"; set -- $?; _vanillux_keep; exit "$1"' \
-        bash "$folder/shell" "$folder/$name" "$work" "$folder/command" "$processes" "$memory" >&4 2>&4 3<&- 4>&- &
-      await $!
+      if printf '%s' "$command" > "$folder/command"; then
+        bash --noprofile --norc -c "$shell" \
+          bash "$folder/$name" "$work" "$folder/command" "$processes" "$memory" >&4 2>&4 3<&- 4>&- &
+        await $!
+      else
+        echo "bash: no space left for the command" >&4
+        false
+      fi
       answer "$id" $?
       ;;
     put)
       answer "$id" begin
-      head -c "$bytes" <&3 | tar -x -o -f - -C "$work" >&4 2>&4
+      # All is read, whatever becomes of it: what follows is the next request.
+      head -c "$bytes" <&3 | {
+        tar -x -o -f - -C "$work" >&4 2>&4
+        code=$?
+        cat
+        exit "$code"
+      }
       answer "$id" $?
       ;;
   esac
@@ -80,8 +100,14 @@ done
 
 if [ -n "$root" ]; then
   cd /
-  for process in /proc/[0-9]*; do
-    grep -qsz "^TURNMILL_SANDBOX=$root\$" "$process/environ" && kill -KILL "${process#/proc/}"
+  # Again, for what is met may just have started another.
+  for round in 1 2 3 4 5; do
+    found=$(TURNMILL_SANDBOX='' grep -lsz "^TURNMILL_SANDBOX=$root\$" /proc/[0-9]*/environ)
+    [ -n "$found" ] || break
+    for process in $found; do
+      process=${process#/proc/}
+      kill -KILL "${process%/environ}"
+    done
   done
   rm -rf -- "$root"
 fi
