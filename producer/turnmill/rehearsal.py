@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from turnmill.asking import LASTING, is_stale
 from turnmill.client import Client
-from turnmill.converse import Stopped, converse, open_session
+from turnmill.converse import converse, open_session
 from turnmill.errors import TurnFailed
 from turnmill.faults import patiently
 from turnmill.journal import Journal
@@ -22,7 +22,7 @@ from turnmill.reply import Failure, Reply
 from turnmill.results import Caps, ConversationResult, Outcomes, Report
 from turnmill.run_settings import RunSettings
 from turnmill.scaffolds.base import Scaffold
-from turnmill.session import Session
+from turnmill.session import Session, Stopped
 from turnmill.store import READ_BATCH, Ending
 from turnmill.tasks import end_tasks
 from turnmill.turn import Turn
