@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from turnmill import Message, Sampling
@@ -181,6 +183,13 @@ async def same_turn(ask: Ask) -> Ended:
         await ask(said("same"), sampling=Sampling(temperature=0))
         seen.append(await ask.effect("look", do))
     return Ended([], details={"seen": seen})
+
+
+@one
+async def blocks(ask: Ask) -> None:
+    """Ends neither by itself nor by being cancelled, and nothing else goes on meanwhile."""
+    (Path.cwd() / "blocks").touch()
+    time.sleep(1000)  # noqa: ASYNC251
 
 
 @one

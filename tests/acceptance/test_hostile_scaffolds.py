@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from typing import Any
 
+import redis
 from tests.acceptance.conftest import Cli
 from tests.acceptance.hostile import ALL
 from tests.processes import SimWorker, until
+
+from turnmill.settings import Farm
 
 FAILED = {
     "no_messages": "the scaffold's Ended: messages: ",
@@ -34,7 +38,7 @@ FAILED = {
     "effect_twice": "the effect 'look' is asked for twice after one turn",
     "effect_in_effect": "the effect 'inner' is within another, 'outer'",
 }
-ENDLESS = {"never_gives_up"}
+ENDLESS = {"blocks", "never_gives_up"}
 
 
 def line(*more: str) -> tuple[str, ...]:
@@ -91,3 +95,28 @@ def test_a_cancelled_run_ends_whatever_asks_again(
     out, err = process.communicate(timeout=30)
     assert process.returncode == 143, err
     assert json.loads(out)["outcomes"]["cancelled"] == 1
+
+
+def test_a_second_signal_ends_what_blocks(on_farm: Cli, worker: Callable[..., SimWorker]) -> None:
+    worker()
+    on_farm.write([{"id": "a", "how": "blocks"}])
+    process = on_farm.start(*line())
+    until((on_farm.folder / "blocks").exists, "it blocks")
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) in (130, 143)
+
+
+def test_what_redis_holds_of_a_run_may_be_garbage(
+    on_farm: Cli, farm: Farm, worker: Callable[..., SimWorker]
+) -> None:
+    worker()
+    on_farm.write([{"id": "a", "how": "fine"}])
+    run(on_farm)
+    with redis.Redis.from_url(farm.url) as connection:
+        connection.sadd(farm.keys.engines("run"), b'{"engine": 1}')
+        said = on_farm(*line(), exits=3).stderr
+        assert "run 'run': an engine that it has met cannot be read: " in said
+        connection.set(farm.keys.manifest("run"), b"{")
+        said = on_farm(*line(), exits=3).stderr
+        assert "the manifest of run 'run' cannot be read: " in said
