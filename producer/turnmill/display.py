@@ -16,6 +16,19 @@ from turnmill.results import Caps
 from turnmill.run import Progress, RunEnd
 from turnmill.store import BenchedWorker
 
+_LONG = {
+    "run",
+    "worker",
+    "host",
+    "model",
+    "engine",
+    "devices",
+    "last crash",
+    "due later",
+    "workers",
+}
+"""Columns whose cells may be long."""
+
 
 def progress_line(progress: Progress) -> str:
     """A run in one line, for logs and terminals that cannot be redrawn."""
@@ -198,10 +211,10 @@ def status_tables(status: FarmStatus) -> Group:
 
 
 def _table(*columns: str, title: str) -> Table:
-    """Cells that are too long are folded: names that are cut off cannot be compared."""
+    """In a narrow terminal names are folded, for cut off they cannot be compared; and numbers stay whole."""
     table = Table(title=title)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column not in _LONG)
     return table
 
 

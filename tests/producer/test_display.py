@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import re
+import time
 
 from rich.console import Console
 
 from turnmill.client import FarmStatus
 from turnmill.display import status_tables
 from turnmill.queue import Depth
+from turnmill.reply import EngineIdentity
+from turnmill.store import WorkerInfo
+
+
+def test_numbers_and_headings_are_whole_in_a_narrow_terminal() -> None:
+    worker = WorkerInfo(
+        id="c2328884",
+        host="gpu-machine-017.cluster",
+        pid=123456,
+        model="an-organisation/a-model",
+        engine=EngineIdentity(engine="sglang", version="0.5.23", model="an-organisation/a-model"),
+        slots=256,
+        context=8192,
+        running=256,
+        state="draining",
+        started=time.time() - 123456,
+        heartbeat=time.time(),
+    )
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(status_tables(FarmStatus(workers=[worker], benched=[], queues={}, runs=[])))
+    for cell in ("slots", "running", "256", "draining", "123456 s", "0 s ago"):
+        assert f" {cell} " in captured.get()
 
 
 def test_names_are_whole_in_a_narrow_terminal() -> None:
