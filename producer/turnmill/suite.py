@@ -96,9 +96,8 @@ def read_suite(path: Path) -> Suite:
 def _run(path: Path, table: str, fields: dict[str, Any]) -> SuiteRun:
     spec = _Table.model_validate(fields)
     data = path.parent / spec.data
-    if os.path.exists(
-        data
-    ):  # else it is a scaffold's own word, or nothing, which the scaffold says
+    # Else it is a scaffold's own word, or nothing, which the scaffold says.
+    if os.path.exists(data):
         spec = spec.model_copy(update={"data": str(data)})
     return SuiteRun(table, _name(path.stem, table, fields), spec)
 
