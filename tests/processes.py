@@ -64,6 +64,7 @@ class ValkeyServer:
             "unixsocket": str(self.socket),
             "dir": str(self.folder),
             "appendonly": "yes",
+            "appendfsync": "no",  # everysec holds writes back while the disk is slow
             "save": "",
             "maxmemory-policy": "noeviction",
             **{name.replace("_", "-"): value for name, value in options.items()},

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import hashlib
-import unicodedata
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -18,11 +17,10 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from turnmill import multi_if
 from turnmill.canonical import canonical
 from turnmill.csv_lines import read_csv
-from turnmill.lines import Loaded, read_lines
+from turnmill.lines import Loaded, check_id, read_lines
 from turnmill.turn import Message, Sampling, Tool
 
 _MT_BENCH_ONLY: Final = {"question_id", "category", "reference"}
-_NOT_IN_A_LINE: Final = {"Cc", "Zl", "Zp"}
 _SHOWN_PROBLEMS: Final = 3
 _IN_OUR_WORDS: Final = {
     "extra_forbidden": "unknown key",
@@ -34,16 +32,11 @@ _IN_OUR_WORDS: Final = {
 }
 
 
-def _identifier(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, str):
-        raise _problem("must be a string or an integer")
-    if not value.strip():
-        raise _problem("must not be empty")
-    if any(unicodedata.category(character) in _NOT_IN_A_LINE for character in value):
-        raise _problem("must be one line, without control characters")
-    return value
+def _identifier(value: Any) -> str:
+    try:
+        return check_id(value)
+    except ValueError as error:
+        raise _problem(str(error)) from None
 
 
 def _user_message(value: Any) -> Any:

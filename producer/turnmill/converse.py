@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import ValidationError
 
 from turnmill.draws import Draws
 from turnmill.errors import RecordError, TurnFailed, TurnmillError, UsageError
 from turnmill.journal import Journal
 from turnmill.lines import Item
 from turnmill.reply import Reply
-from turnmill.results import ConversationResult, Outcome
+from turnmill.results import ConversationResult, Outcome, writable
 from turnmill.run_settings import RunSettings
 from turnmill.scaffolds.base import Ended, Scaffold
-from turnmill.session import Session
-from turnmill.turn import Turn
+from turnmill.session import Session, Stopped
+from turnmill.turn import Turn, explain
 
 log = logging.getLogger("turnmill.run")
-
-
-class Stopped(BaseException):
-    """Nothing more is asked; the conversation stays where it is and goes on in the next attempt. No scaffold's
-    `except Exception` is to hold it up."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def open_session(
     return Session(
         Draws(settings.name if settings.reuse == "run" else "", item.id, epoch, settings.seed),
         journal,
-        (item.id, epoch),
+        (item.id, epoch, item.digest),
         Turn.model_construct(model=settings.model, sampling=settings.sampling),
         answer,
         may_do,
@@ -56,54 +54,108 @@ def open_session(
 async def converse(
     scaffold: Scaffold[Any], item: Item, epoch: int, session: Session
 ) -> Conversed | None:
-    """Drive one conversation to its end; None if it was stopped on its way. Raises what ends a run as well: errors of
-    Redis and of files."""
-    failed_now = False
-    outcome: Outcome
+    """Drive one conversation to its end; None if it was stopped on its way. What it leaves running is ended with it. Raises
+    what ends a run as well: errors of Redis and of files."""
+    ended: Ended | BaseException
     try:
-        end = await scaffold.drive(item, session)
-        outcome = "failed" if end.failed else "capped" if end.capped else "completed"
-        failed_now = outcome == "failed"
-    except Stopped:
+        # In a task of its own: a scaffold that cancels itself is told from a run that ends.
+        ended = await asyncio.create_task(_drive(scaffold, item, session))
+    except BaseException as raised:
+        ended = _foremost(raised)
+        if _ends_the_run(ended):
+            raise
+    finally:
+        await session.close()
+    # Whatever the scaffold made of it.
+    if session.cancelled is not None:
+        ended = session.cancelled
+    elif session.stopped or isinstance(ended, Stopped):
         return None
-    except TurnFailed as failed:
-        end = Ended(session.messages, failed=str(failed))
-        outcome = "cancelled" if failed.failure.kind == "cancelled" else "failed"
+    if isinstance(ended, BaseException):
+        return _broken_off(ended, item, epoch, session)
+    outcome: Outcome = "failed" if ended.failed else "capped" if ended.capped else "completed"
+    try:
+        return Conversed(_result(item, epoch, session, ended, outcome), outcome == "failed")
+    except ValueError as error:
+        what = explain(error) if isinstance(error, ValidationError) else str(error)
+        return _broken_off(UsageError(f"the scaffold's Ended: {what}"), item, epoch, session)
+
+
+async def _drive(scaffold: Scaffold[Any], item: Item, session: Session) -> Ended:
+    try:
+        end: Any = await scaffold.drive(item, session)
+    except SystemExit as exit:  # leaving a task, it ends the process
+        raise RuntimeError(f"SystemExit: {exit.code}") from exit
+    if not isinstance(end, Ended):
+        raise UsageError(f"the scaffold returned {type(end).__name__}, and not Ended")
+    return end
+
+
+def _broken_off(error: BaseException, item: Item, epoch: int, session: Session) -> Conversed:
+    """A conversation that ended with an error."""
+    outcome: Outcome = "failed"
+    failed_now, text = True, str(error)
+    if isinstance(error, TurnFailed):
+        outcome = "cancelled" if error.failure.kind == "cancelled" else "failed"
         failed_now = outcome == "failed" and not session.ended_before
-    except RecordError as unreadable:  # as it was before this attempt
-        end, outcome = Ended(session.messages, failed=str(unreadable)), "failed"
-    except (UsageError, ValueError) as wrong:
-        end, outcome = Ended(session.messages, failed=str(wrong)), "failed"
-        failed_now = True
-    except TurnmillError:
-        raise
-    except (
-        Exception
-    ) as wrong:  # a scaffold is anybody's code: it ends one conversation, not the run
-        log.warning("conversation %s: the scaffold failed", item.id, exc_info=wrong)
-        text = f"{type(wrong).__name__}: {wrong}"
-        end, outcome = Ended(session.messages, failed=text), "failed"
-        failed_now = True
+    elif isinstance(error, RecordError):  # as it was before this attempt
+        failed_now = False
+    elif not isinstance(error, UsageError):
+        # A scaffold is anybody's code: it ends one conversation, not the run.
+        log.warning("conversation %s: the scaffold failed", item.id, exc_info=error)
+        text = f"{type(error).__name__}: {error}"
+    end = Ended(session.messages, failed=text)
+    return Conversed(_result(item, epoch, session, end, outcome), failed_now)
+
+
+def _result(
+    item: Item, epoch: int, session: Session, end: Ended, outcome: Outcome
+) -> ConversationResult:
+    """Raises ValueError if the scaffold's part of it cannot be written down."""
     capped = end.capped
     if capped is None and any(turn.capped == "output" for turn in session.turns):
         capped = "output"
-    result = ConversationResult(
-        id=item.id,
-        epoch=epoch,
-        outcome=outcome,
-        capped=capped,
-        messages=list(end.messages),
-        turns=session.turns,
-        error=end.failed,
-        ending=end.ending,
-        score=end.score,
-        details=_details(end, session),
-    )
-    return Conversed(result, failed_now)
-
-
-def _details(end: Ended, session: Session) -> dict[str, Any] | None:
-    details = dict(end.details or {})
+    details: Any = end.details
     if session.differences:
-        details["done_again_differently"] = session.differences
-    return details or None
+        details = {**(details or {}), "done_again_differently": session.differences}
+    fields = {
+        "id": item.id,
+        "epoch": epoch,
+        "outcome": outcome,
+        "capped": capped,
+        "messages": end.messages,
+        "turns": session.turns,
+        "error": end.failed,
+        "ending": end.ending,
+        "score": end.score,
+        "details": details or None,
+    }
+    return writable(ConversationResult.model_validate(fields))
+
+
+def _ends_the_run(error: BaseException) -> bool:
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    if isinstance(error, TurnmillError):
+        return not isinstance(error, TurnFailed | RecordError | UsageError)
+    return isinstance(error, KeyboardInterrupt)
+
+
+def _foremost(error: BaseException) -> BaseException:
+    """Of a group of errors, as tasks that go on at once end with, the one that says most."""
+
+    def rank(one: BaseException) -> int:
+        if isinstance(one, Stopped):
+            return 0
+        return 1 if _ends_the_run(one) else 2 if isinstance(one, TurnmillError) else 3
+
+    return min(_leaves(error), key=rank)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error

@@ -16,6 +16,19 @@ from turnmill.results import Caps
 from turnmill.run import Progress, RunEnd
 from turnmill.store import BenchedWorker
 
+_LONG = {
+    "run",
+    "worker",
+    "host",
+    "model",
+    "engine",
+    "devices",
+    "last crash",
+    "due later",
+    "workers",
+}
+"""Columns whose cells may be long."""
+
 
 def progress_line(progress: Progress) -> str:
     """A run in one line, for logs and terminals that cannot be redrawn."""
@@ -149,7 +162,9 @@ def _add_caps(table: Table, capped: Caps) -> None:
 
 def status_tables(status: FarmStatus) -> Group:
     """Queues, runs and workers."""
-    queues = Table("model", "queued", "running", "due later", "suspects", "workers", title="queues")
+    queues = _table(
+        "model", "queued", "running", "due later", "suspects", "workers", title="queues"
+    )
     for model, depth in status.queues.items():
         live = sum(worker.model == model for worker in status.workers)
         workers = str(live) if live or not depth.queued else "none: turns wait"
@@ -161,10 +176,10 @@ def status_tables(status: FarmStatus) -> Group:
             str(depth.suspects),
             workers,
         )
-    runs = Table("run", "turns", "answered", "failed", "cancelled", title="runs")
+    runs = _table("run", "turns", "answered", "failed", "cancelled", title="runs")
     for run in status.runs:
         runs.add_row(run.name, str(run.total), str(run.done), str(run.failed), str(run.cancelled))
-    live_workers = Table(
+    live_workers = _table(
         "worker",
         "host",
         "model",
@@ -195,8 +210,16 @@ def status_tables(status: FarmStatus) -> Group:
     return Group(*tables)
 
 
+def _table(*columns: str, title: str) -> Table:
+    """In a narrow terminal names are folded, for cut off they cannot be compared; and numbers stay whole."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column not in _LONG)
+    return table
+
+
 def _benched_table(workers: Sequence[BenchedWorker], now: float) -> Table:
-    table = Table(
+    table = _table(
         "host",
         "model",
         "engine",

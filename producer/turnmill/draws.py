@@ -11,6 +11,7 @@ import hashlib
 import json
 import secrets
 from collections import Counter
+from copy import copy
 
 from turnmill.turn import Turn
 
@@ -25,8 +26,16 @@ class Draws:
     them. `seed`: the run's, if it has one."""
 
     def __init__(self, run: str, conversation: str, epoch: int, seed: int | None) -> None:
-        self._origin, self._seed = (run, conversation, epoch), seed
+        self._origin: tuple[str | int, ...] = (run, conversation, epoch)
+        self._seed = seed
         self._asked: Counter[str] = Counter()
+
+    def within(self, effect: str) -> Draws:
+        """The draws of what an effect asks, which are not counted among these: told of the effect, a later attempt does
+        not ask it."""
+        inner = copy(self)
+        inner._origin, inner._asked = (*self._origin, effect), Counter()
+        return inner
 
     def numbered(self, turn: Turn) -> Turn:
         """The turn as it is to be asked: with its sample number, and its own seed if the run has one. A

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import signal
 import socket
 import stat
 import subprocess
@@ -199,7 +200,9 @@ class EmbeddedServer:
                 stderr=log,
                 pass_fds=[lock],
                 start_new_session=True,  # Ctrl-C is for us; the server is ended when all is stored
-                preexec_fn=parent_death_signal(),
+                # Told to end, not killed: while the disk is slow, what it has answered waits for up to two
+                # seconds in its memory.
+                preexec_fn=parent_death_signal(signal.SIGTERM),
             )
 
     def _wait_for_server(self) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from pydantic import ValidationError
 from pydantic_core import from_json
 from redis.asyncio import Redis
 
-from turnmill.errors import EngineChanged
+from turnmill.errors import EngineChanged, RecordError
 from turnmill.faults import patiently
 from turnmill.keys import Keys
 from turnmill.reply import EngineIdentity
+from turnmill.turn import explain
 
 log = logging.getLogger("turnmill.run")
 
@@ -31,7 +33,13 @@ class EnginesMet:
             patience=None,
             doing="reading which engines the run has met",
         )
-        self._known = {EngineIdentity.model_validate(from_json(data)) for data in records}
+        try:
+            self._known = {EngineIdentity.model_validate(from_json(data)) for data in records}
+        except ValueError as error:
+            what = explain(error) if isinstance(error, ValidationError) else str(error)
+            raise RecordError(
+                f"run {self._run!r}: an engine that it has met cannot be read: {what}"
+            ) from None
 
     def changed(self, live: Iterable[EngineIdentity]) -> EngineChanged | None:
         """What is wrong with going on with these engines, if the run has met others and not all of these."""

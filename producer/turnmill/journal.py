@@ -6,13 +6,12 @@ import hashlib
 import json
 from typing import Any
 
-from pydantic_core import PydanticSerializationError, from_json, to_json
+from pydantic_core import from_json, to_json
 
 from turnmill.client import Client
 from turnmill.errors import RecordError
 from turnmill.faults import patiently
-from turnmill.turn import Message
-from turnmill.wire import pack, unpack
+from turnmill.wire import LARGEST, pack, unpack
 
 
 class Journal:
@@ -32,16 +31,13 @@ class Journal:
             return None
         try:
             return (from_json(unpack(data)),)
-        except ValueError as error:
+        except (RecordError, ValueError) as error:
             raise RecordError(f"the journal's entry {name}: {error}") from None
 
     async def put(self, name: str, value: Any) -> Any:
         """Write down; returns what will be read again (a tuple comes back as a list). Raises ValueError for what is
-        not JSON."""
-        try:
-            data = to_json(value)
-        except PydanticSerializationError as error:
-            raise ValueError(f"an effect must return JSON: {error}") from None
+        not JSON, or too large."""
+        data = _text(value)
         await patiently(
             lambda: self._redis.hset(self._key, name, pack(data)),  # type: ignore[arg-type,return-value]
             patience=None,
@@ -50,9 +46,24 @@ class Journal:
         return from_json(data)
 
 
-def effect_name(conversation: str, epoch: int, turn: str, said: Message | None, key: str) -> str:
-    """32 hex digits: which effect this is. `turn`: the hash of the turn before it, which knows all that was said before.
-    `said`: its answer, if it had one, for a turn can be asked anew and be answered otherwise."""
-    answer = "" if said is None else to_json(said, exclude_none=True).decode()
-    parts = json.dumps([conversation, epoch, turn, answer, key])
+def is_same(value: Any, written: Any) -> bool:
+    """Whether this value would be written down as that one was. Raises ValueError as `put` does."""
+    data = _text(value)
+    # As text, too: a number that is none equals nothing.
+    return from_json(data) == written or data == _text(written)
+
+
+def _text(value: Any) -> bytes:
+    try:
+        data = to_json(value)
+    except ValueError as error:
+        raise ValueError(f"must return JSON: {error}") from None
+    if len(data) > LARGEST:
+        raise ValueError(f"returned {len(data) >> 20} MB of JSON, and {LARGEST >> 20} is the most")
+    return data
+
+
+def effect_name(conversation: str, epoch: int, item: str, told: str, key: str) -> str:
+    """32 hex digits: which effect this is. `item`: its digest. `told`: a digest of all turns and replies before it."""
+    parts = json.dumps([conversation, epoch, item, told, key])
     return hashlib.sha256(parts.encode()).hexdigest()[:32]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from turnmill.errors import BadInput, BadLines
 MAX_DEPTH: Final = 100
 """Levels of nesting in a line. What is deeper breaks some JSON reader on its way to the engine."""
 
+_NOT_IN_A_LINE: Final = {"Cc", "Zl", "Zp"}
 _BOM: Final = b"\xef\xbb\xbf"
 
 
@@ -42,6 +44,19 @@ class Loaded(Generic[ItemT]):
 
     items: list[ItemT]
     bad: list[BadInput]
+
+
+def check_id(value: Any) -> str:
+    """The id of an item. Raises ValueError with what is wrong."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError("must be a string or an integer")
+    if not value.strip():
+        raise ValueError("must not be empty")
+    if any(unicodedata.category(character) in _NOT_IN_A_LINE for character in value):
+        raise ValueError("must be one line, without control characters")
+    return value
 
 
 Parsed = tuple[int, Callable[[], dict[str, Any]]]

@@ -120,7 +120,7 @@ class WorkerProcess:
             started = asyncio.get_running_loop().time()
             code = await self._ended()
             if code == CONFIGURATION:
-                raise WorkerUnusable(self.last_words())
+                raise WorkerUnusable(f"{self.last_words()}, or set REDIS_URL to use workers elsewhere")
             pause = pauses.after(asyncio.get_running_loop().time() - started)
             log.warning(
                 "the worker ended (%s): %s; it is started again in %g s. Its log: %s",

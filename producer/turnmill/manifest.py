@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pydantic_core import from_json, to_json
+
 from turnmill.errors import ManifestChanged
 from turnmill.lines import Item
 from turnmill.run_settings import RunSettings
@@ -28,8 +30,14 @@ def manifest_of(
             "count": len(items),
             "digest": _digest(item.digest for item in items),
         },
-        **({"options": dict(scaffold.options)} if scaffold.options else {}),
+        **({"options": written_options(scaffold)} if scaffold.options else {}),
     }
+
+
+def written_options(scaffold: Scaffold[Any]) -> dict[str, Any]:
+    """The scaffold's options as they will be read again: a tuple is a list. Raises ValueError for what is not JSON."""
+    options: dict[str, Any] = from_json(to_json(dict(scaffold.options), inf_nan_mode="strings"))
+    return options
 
 
 def check_unchanged(run: str, before: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:

@@ -13,16 +13,16 @@ from pydantic import BaseModel, ConfigDict
 
 from turnmill.asking import LASTING, is_stale
 from turnmill.client import Client
-from turnmill.converse import Stopped, converse, open_session
+from turnmill.converse import converse, open_session
 from turnmill.errors import TurnFailed
 from turnmill.faults import patiently
 from turnmill.journal import Journal
 from turnmill.lines import Item
 from turnmill.reply import Failure, Reply
-from turnmill.results import Caps, ConversationResult, Outcomes, Report
+from turnmill.results import Caps, ConversationResult, Outcomes, Report, TurnResult
 from turnmill.run_settings import RunSettings
 from turnmill.scaffolds.base import Scaffold
-from turnmill.session import Session
+from turnmill.session import Session, Stopped
 from turnmill.store import READ_BATCH, Ending
 from turnmill.tasks import end_tasks
 from turnmill.turn import Turn
@@ -90,8 +90,8 @@ class Rehearsal:
         self._next: set[str] = set()
         self._again: set[str] = set()
         self._complete: list[ConversationResult] = []
-        self._sessions: list[Session] = []
-        self._begun = self._effects = 0
+        self._ended: list[TurnResult] = []
+        self._looked_at = self._begun = self._effects = 0
 
     async def look(self) -> Outlook:
         """Drive every conversation as far as the store and the journal go. Raises what the run would."""
@@ -102,22 +102,21 @@ class Rehearsal:
         finally:
             await end_tasks(tasks)
         complete = Report.of(self._complete, run=self._settings.name, seconds=0)
-        ended = [turn for session in self._sessions for turn in session.turns]
         failures = Counter(complete.failures)
-        failures |= Counter(turn.failure.kind for turn in ended if turn.failure is not None)
-        capped = sum(turn.capped == "output" for turn in ended)
+        failures |= Counter(turn.failure.kind for turn in self._ended if turn.failure is not None)
+        capped = sum(turn.capped == "output" for turn in self._ended)
         return Outlook(
             run=self._settings.name,
             model=self._model or None,
             conversations=Standing(
                 complete=len(self._complete),
                 begun=self._begun,
-                not_begun=len(self._sessions) - len(self._complete) - self._begun,
+                not_begun=self._looked_at - len(self._complete) - self._begun,
             ),
             outcomes=complete.outcomes,
             capped=complete.capped.model_copy(update={"output": capped}),
             failures=dict(sorted(failures.items())),
-            stored=len(ended),
+            stored=len(self._ended),
             next=len(self._next),
             queued=await self._queued(),
             again=len(self._again),
@@ -132,8 +131,9 @@ class Rehearsal:
             session = open_session(
                 self._settings, self._journal, item, epoch, self._answer, self._may_do
             )
-            self._sessions.append(session)
             conversed = await converse(self._scaffold, item, epoch, session)
+            self._looked_at += 1
+            self._ended += session.turns
             if conversed is not None:
                 self._complete.append(conversed.result)
             else:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_seriali
 
 from turnmill.reply import Cap, EngineIdentity, Failure, FinishReason, Usage
 from turnmill.turn import Message
+from turnmill.wire import without_half_pairs
 
 Outcome = Literal["completed", "capped", "failed", "cancelled"]
 ConversationCap = Literal[
@@ -59,7 +60,7 @@ class ConversationResult(_Written):
     turns: list[TurnResult] = []
     error: Annotated[str | None, AfterValidator(_one_line)] = None
     ending: str | None = None
-    score: float | None = None
+    score: Annotated[float | None, Field(allow_inf_nan=False)] = None
     details: dict[str, Any] | None = None
 
     @field_serializer("messages")
@@ -70,6 +71,20 @@ class ConversationResult(_Written):
     def key(self) -> tuple[str, int]:
         """What tells this result from the others of its run: id and epoch."""
         return self.id, self.epoch
+
+
+def writable(result: ConversationResult) -> ConversationResult:
+    """The same result, such that it has JSON: half a surrogate pair becomes U+FFFD. Raises ValueError if it has none."""
+    try:
+        result.model_dump_json()
+    except ValueError as error:
+        try:
+            fields = without_half_pairs(result.model_dump(mode="python"))
+            result = ConversationResult.model_validate(fields)
+            result.model_dump_json()
+        except (ValueError, RecursionError):
+            raise error from None
+    return result
 
 
 class Outcomes(_Written):

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from turnmill.asking import Asking
 from turnmill.client import Client
-from turnmill.converse import Stopped, converse, open_session
+from turnmill.converse import converse, open_session
 from turnmill.engines_met import EnginesMet
 from turnmill.errors import EngineChanged, TurnFailed
 from turnmill.faults import patiently
@@ -32,7 +32,7 @@ from turnmill.reply import EngineIdentity, Failure, Reply
 from turnmill.results import ConversationResult, Outcome, Report
 from turnmill.run_settings import RunSettings
 from turnmill.scaffolds.base import Scaffold
-from turnmill.session import Session
+from turnmill.session import Session, Stopped
 from turnmill.tasks import end_tasks
 from turnmill.turn import Turn
 
@@ -215,7 +215,7 @@ class Run:
             self._ended(conversed.result)
 
     def _check_going(self) -> None:
-        if self._stopping or self._changed is not None:
+        if self._is_over:
             raise Stopped
 
     def _ended(self, result: ConversationResult) -> None:
@@ -236,9 +236,9 @@ class Run:
 
     async def _answer(self, turn: Turn, session: Session) -> Reply:
         """The reply to the next turn of a conversation. Raises TurnFailed."""
-        self._check_going()
-        if self._cancelled:
+        if self._cancelled and session.cancelled is None:  # told once: some scaffolds try again
             raise TurnFailed(Failure(hash=turn.hash, kind="cancelled", text=CANCELLED, tries=0))
+        self._check_going()
         asked = await self._asking.ask(turn, going=bool(session.turns))
         session.ended_before = asked.before
         if asked.new:

@@ -15,11 +15,12 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from turnmill.asking import Again
 from turnmill.budget import FailureBudget
 from turnmill.errors import BadInput, UsageError
-from turnmill.lines import Item
+from turnmill.lines import Item, Loaded, check_id
 from turnmill.local_farm import WorkerCommand
+from turnmill.manifest import written_options
 from turnmill.run_settings import RunSettings
 from turnmill.scaffolds.base import Scaffold
-from turnmill.scaffolds.finding import find
+from turnmill.scaffolds.finding import find, in_a_line
 from turnmill.settings import check_name, parse_duration
 from turnmill.turn import Sampling
 
@@ -160,7 +161,7 @@ def plan(name: str, spec: RunSpec, folder: Path, attempt: Attempt) -> Plan:
     """Find the scaffold of a run and read its input. Raises UsageError, BadInput among them."""
     check_name(name, "run")
     scaffold = find(spec.scaffold, spec.set)
-    loaded = scaffold.read(spec.data, spec.skip_bad)
+    loaded = _read(spec, scaffold)
     settings = RunSettings(
         name=name,
         model="",
@@ -178,6 +179,37 @@ def plan(name: str, spec: RunSpec, folder: Path, attempt: Attempt) -> Plan:
     )
     items = _chosen(loaded.items, spec.limit, spec.shuffle)
     return Plan(spec, settings, folder, scaffold, items, loaded.bad)
+
+
+def _read(spec: RunSpec, scaffold: Scaffold[Any]) -> Loaded[Item]:
+    """What there is to drive, and nothing that the run would stumble over later: scaffolds are anybody's code."""
+    whose = f"scaffold {spec.scaffold!r}"
+    try:
+        written_options(scaffold)
+    except ValueError as error:
+        raise UsageError(f"{whose}: its options must be JSON: {error}") from None
+    try:
+        loaded = scaffold.read(spec.data, spec.skip_bad)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{whose} cannot read {spec.data}: {in_a_line(error)}") from error
+    if not isinstance(loaded, Loaded):
+        raise UsageError(f"{whose}: its read returned {type(loaded).__name__}, and not Loaded")
+    if not loaded.items:
+        raise BadInput(spec.data, 0, "there is no conversation in it")
+    seen: set[str] = set()
+    for item in loaded.items:
+        try:
+            id, digest = check_id(item.id), item.digest
+        except (ValueError, AttributeError, UsageError) as error:
+            raise UsageError(f"{whose}: an item that it read: {error}") from None
+        if not isinstance(item.id, str) or not isinstance(digest, str):
+            raise UsageError(f"{whose}: the id and the digest of item {id} must be strings")
+        if id in seen:  # they would share their draws
+            raise UsageError(f"{whose}: it read two items with the id {id!r}")
+        seen.add(id)
+    return loaded
 
 
 def _chosen(items: Sequence[Item], limit: int | None, shuffle: int | None) -> Sequence[Item]:

@@ -193,7 +193,11 @@ class Store:
 
     async def manifest(self, run: str) -> dict[str, Any] | None:
         data = await self.redis.get(self._keys.manifest(run))
-        return None if data is None else from_json(data)
+        try:
+            manifest: dict[str, Any] | None = None if data is None else from_json(data)
+        except ValueError as error:
+            raise RecordError(f"the manifest of run {run!r} cannot be read: {error}") from None
+        return manifest
 
 
 def _left(hash: str, how: str) -> Failure:

@@ -9,6 +9,7 @@ sampling = { temperature = 1.0, max_tokens = 32768 }
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Suite:
 def read_suite(path: Path) -> Suite:
     """The suite in a file. Raises BadInput for what is no TOML, BadLines with all that is wrong: table and key."""
     try:
-        tables = tomllib.loads(path.read_text("utf-8"))
+        tables = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise BadInput(str(path), 0, f"cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -95,13 +96,14 @@ def read_suite(path: Path) -> Suite:
 def _run(path: Path, table: str, fields: dict[str, Any]) -> SuiteRun:
     spec = _Table.model_validate(fields)
     data = path.parent / spec.data
-    if data.exists():  # else it is a scaffold's own word, or nothing, which the scaffold says
+    # Else it is a scaffold's own word, or nothing, which the scaffold says.
+    if os.path.exists(data):
         spec = spec.model_copy(update={"data": str(data)})
     return SuiteRun(table, _name(path.stem, table, fields), spec)
 
 
 def _name(suite: str, table: str, fields: dict[str, Any]) -> str:
-    return str(fields.get("run") or f"{suite}-{table}")
+    return str(fields.get("run", f"{suite}-{table}"))
 
 
 def _merged(defaults: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:

@@ -53,19 +53,19 @@ def encode(record: BaseModel | dict[str, Any]) -> bytes:
     try:
         text = to_json(record, exclude_none=True, inf_nan_mode="null")
     except PydanticSerializationError:
-        whole = _without_half_pairs(to_jsonable_python(record, exclude_none=True))
+        whole = without_half_pairs(to_jsonable_python(record, exclude_none=True))
         text = to_json(whole, inf_nan_mode="null")
     return pack(b'{"v":%d,%s' % (WIRE_VERSION, text[1:]))
 
 
-def _without_half_pairs(value: Any) -> Any:
+def without_half_pairs(value: Any) -> Any:
     """Half a surrogate pair, which an engine can make and UTF-8 has not, becomes U+FFFD."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     if isinstance(value, dict):
-        return {key: _without_half_pairs(item) for key, item in value.items()}
+        return {key: without_half_pairs(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_half_pairs(item) for item in value]
+        return [without_half_pairs(item) for item in value]
     return value
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import redis
 from tests.acceptance.conftest import Cli
 from tests.processes import SimWorker, until
 
+from turnmill.scaffolds.vanillux.prompts import DONE, opening
 from turnmill.settings import Farm
 
 Workers = Callable[..., SimWorker]
@@ -135,6 +138,47 @@ def test_a_run_that_stands_before_an_effect(on_farm: Cli, worker: Workers) -> No
     assert (standing(found), found["stored"], found["next"]) == ((0, 1, 0), 2, 0)
     assert found["effects"] == 1
     assert len(log.read_text().splitlines()) == 2
+
+
+def test_no_sandbox_is_started(on_farm: Cli, worker: Workers) -> None:
+    """Of vanillux: neither for what is complete, nor for what is on its way, nor for what was not begun."""
+    folder = on_farm.folder
+    done, started = folder / "done", folder / "started"
+    shell = folder / "bin" / "bash"
+    shell.parent.mkdir()
+    shell.write_text(f'#!/bin/sh\necho . >> {started}\nexec {shutil.which("bash")} "$@"\n')
+    shell.chmod(0o755)
+    (temporary := folder / "tmp").mkdir()
+    environment = {"PATH": f"{shell.parent}:{os.environ['PATH']}", "TMPDIR": str(temporary)}
+    task = {"id": "v", "prompt": "Do it", "files": {"a": "b"}, "check": f"echo check >> {done}"}
+    on_farm.write([task])
+    commands = [f"echo one >> {done}", f"echo two >> {done}", f"echo {DONE}"]
+    calls = [{"name": "bash", "arguments": {"command": command}} for command in commands]
+    said = opening("Do it", seconds=120, most=10_000, steps=64)[1].content
+    answers = [{"tool_calls": [call]} for call in calls]
+    (folder / "play").write_text(json.dumps({"users": [said], "answers": answers}))
+    worker(sim=("--play", str(folder / "play")))
+    given = ("sandbox=local", "unsafe_local=true")
+    options = [part for one in given for part in ("--set", one)]
+    vanillux = line("--scaffold", "vanillux", *options, "--json")
+
+    def look() -> tuple[tuple[int, int, int], int, int]:
+        found = json.loads(on_farm(*vanillux, "--dry-run", **environment).stdout)
+        assert not list(temporary.iterdir())
+        return standing(found), found["next"], found["effects"]
+
+    assert look() == ((0, 0, 1), 1, 0)
+    assert not started.exists()
+    assert json.loads(on_farm(*vanillux, **environment).stdout)["scores"]["mean"] == 1.0
+    assert done.read_text() == "one\ntwo\ncheck\n"
+    before = started.read_bytes()
+    assert before
+    assert look() == ((1, 0, 0), 0, 0)
+    (result,) = map(json.loads, (folder / "runs/r/replies.jsonl").read_text().splitlines())
+    on_farm("forget", result["turns"][1]["hash"], "--yes")
+    assert look() == ((0, 1, 0), 1, 0)
+    assert started.read_bytes() == before
+    assert done.read_text() == "one\ntwo\ncheck\n"
 
 
 def test_without_a_farm_no_worker_is_started(alone: Cli) -> None:

@@ -86,6 +86,22 @@ def test_a_killed_run_rebuilds_what_it_needs(on_farm: Cli, dice: Any) -> None:
         assert not (on_farm.folder / "sandbox" / result["id"]).exists()
 
 
+def test_a_cancelled_run_begins_no_effect_more(on_farm: Cli, dice: Any) -> None:
+    on_farm.write([{"id": f"d{i}"} for i in range(4)])
+    line = dice("--json", pause=2)
+    cancelled = on_farm.start(*line)
+    until(lambda: len(throws(on_farm)) == 4, "each is in the middle of an effect")
+    on_farm("cancel", "run")
+    out, err = cancelled.communicate(timeout=30)
+    assert cancelled.returncode == 143, err
+    assert json.loads(out)["outcomes"]["completed"] == 0
+    on_farm(*line)
+    assert json.loads((on_farm.folder / "runs/run/report.json").read_text())["endings"] == {
+        "thrown": 4
+    }
+    assert set(throws(on_farm).values()) == {1}, "what was under way was written down"
+
+
 def test_what_comes_out_differently_is_reported(on_farm: Cli, dice: Any) -> None:
     on_farm.write([{"id": "d0"}])
     line = dice("--json", pause=0.2)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from tests.clients.environments import python_of
 from tests.processes import SimWorker, until
 
@@ -68,7 +69,7 @@ class Runs:
     """Runs the scaffold in the environment of stirrup."""
 
     def __init__(self, python: Path, folder: Path, farm: Farm) -> None:
-        self._python, self.folder = python, folder
+        self._python, self.folder, self.farm = python, folder, farm
         self._environment = {
             "PATH": "/usr/bin:/bin",
             "HOME": str(folder),
@@ -163,6 +164,25 @@ def test_killed_and_run_again(runs: Runs, worker: Callable[..., SimWorker], play
     assert report["scores"]["mean"] == 1.0
     assert report["from_store"] > 0
     assert report["asked"] + report["from_store"] == 2 * COUNT
+
+
+def test_a_dry_run_leaves_nothing_behind(
+    runs: Runs, worker: Callable[..., SimWorker], play: Path
+) -> None:
+    """It opens the agents' sessions, to see their tools, and closes them; no tool is run."""
+    agent = AGENT.replace("tools=[tool]", "tools=[tool, Sandbox(temp_base_dir='tmp')]")
+    sandbox = "from stirrup.tools.code_backends.local import LocalCodeExecToolProvider as Sandbox"
+    (runs.folder / "counting.py").write_text(f"{sandbox}\n{agent}")
+    worker(sim=("--play", str(play)))
+    assert runs("run", "--model", "sim", "--dry-run")["conversations"]["not_begun"] == COUNT
+    assert list((runs.folder / "tmp").iterdir()) == []
+    assert runs("run")["endings"] == {"finished": COUNT}
+    with redis.Redis.from_url(runs.farm.url) as connection:
+        connection.delete(runs.farm.keys.journal("run"))
+    found = runs("run", "--model", "sim", "--dry-run")
+    assert (found["conversations"]["begun"], found["effects"]) == (COUNT, COUNT)
+    assert list((runs.folder / "tmp").iterdir()) == []
+    assert len(runs.calls()) == COUNT
 
 
 def test_what_meets_a_limit(runs: Runs, worker: Callable[..., SimWorker], play: Path) -> None:

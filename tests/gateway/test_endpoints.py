@@ -86,11 +86,26 @@ async def test_models(serve: Serve, worker: WorkerFactory, asking: MakeAsking) -
     assert error_of(await client.http.get("/models/other"))["code"] == "model_not_found"
 
 
+async def test_who_asks_for_another_name_is_told_what_is_served(
+    serve: Serve, worker: WorkerFactory, asking: MakeAsking
+) -> None:
+    client = asking(f"{serve('--insecure').url}/v1")
+    error = error_of(await client.post(chat(model="m")))
+    assert error["message"].endswith("; no worker serves any now")
+    worker("--served-name", "org/m")
+
+    async def named() -> bool:
+        message = error_of(await client.post(chat(model="m")))["message"]
+        return bool(message.endswith("; workers serve 'org/m'"))
+
+    await until_async(named, "the error names what is served")
+
+
 async def test_models_that_nobody_serves(
     serve: Serve, worker: WorkerFactory, asking: MakeAsking, client: Redis, farm: Farm
 ) -> None:
-    base = serve("--insecure").url
-    asker = asking(f"{base}/v1")
+    gateway = serve("--insecure")
+    asker = asking(f"{gateway.url}/v1")
     response = await asker.post(chat())
     assert response.status_code == 404
     assert error_of(response)["param"] == "model"
@@ -106,6 +121,17 @@ async def test_models_that_nobody_serves(
     assert response.status_code == 503
     assert error_of(response)["code"] == "no_worker"
     assert int(response.headers["retry-after"]) > 0
+
+    in_a_run = asking(f"{gateway.url}/runs/r/v1")
+    waiting = [asyncio.ensure_future(in_a_run.content(chat(text))) for text in ("a", "b")]
+
+    async def queued() -> bool:
+        return bool(await client.hget(farm.keys.run("r"), "total") == b"2")
+
+    await until_async(queued, "the turns of a run are in the queue")
+    worker()
+    assert await asyncio.gather(*waiting) == ["a", "b"]
+    assert gateway.log.count("no worker serves sim now") == 1
 
 
 async def test_a_prompt_that_does_not_fit(

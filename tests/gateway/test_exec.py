@@ -80,6 +80,17 @@ def test_all_are_killed_and_it_goes_on(
     assert json.loads((tmp_path / "out.json").read_text()) == answers
 
 
+def test_alone_it_says_how_a_worker_joins(make_cli: Any) -> None:
+    process = make_cli().start("exec", "run", "--", *HARNESS, "sleep")
+    assert process.stderr is not None
+    found = re.search(r"REDIS_URL=(unix://\S+)$", process.stderr.readline())
+    assert found
+    with redis.Redis.from_url(found[1]) as connection:
+        assert connection.ping()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+
+
 def test_the_exit_code_is_the_commands(on_farm: Any) -> None:
     done = on_farm("exec", "run", "--", *HARNESS, "exit", "7", exits=7)
     assert "0 turns from the store, 0 made" in done.stderr

@@ -34,7 +34,7 @@ from turnmill.archive_file import (
     as_record,
     as_text,
 )
-from turnmill.errors import BadInput, ManifestChanged, RunInUse, UsageError
+from turnmill.errors import BadInput, ManifestChanged, QueueFull, RunInUse, UsageError
 from turnmill.ownership import sole_producer
 from turnmill.settings import Farm
 from turnmill.wire import COMPRESS_FROM, decode_turn, pack
@@ -197,6 +197,40 @@ async def test_effects_of_redis_and_of_the_file(
     assert not await by_hand.redis.exists(journal)
     await archive.restore(file)
     assert await by_hand.redis.hgetall(journal) == every
+
+
+async def test_a_redis_that_fills_up_has_no_effect_twice(
+    tmp_path: Path, own_valkey: Callable[..., ValkeyServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, farm = tmp_path / "f", Farm(own_valkey().url)
+    client = farm.connect()
+    archive, journal = Archive(client, farm.keys, patience=0.2), farm.keys.journal("run")
+    effects = {f"{number:032x}": b"%d" % number for number in range(500)}
+    await client.set(farm.keys.manifest("run"), "{}")
+    await client.hset(journal, mapping=effects)
+    await archive.archive("run", file)
+    await client.config_set("maxmemory", 1000)
+    with pytest.raises(QueueFull, match="raise maxmemory"):
+        await archive.restore(file)
+    assert await client.dbsize() == 0
+    real = Archive._restore_effects
+
+    async def fills_up(self: Archive, *arguments: Any) -> int:
+        written = await real(self, *arguments)
+        await client.config_set("maxmemory", 1000)
+        return written
+
+    monkeypatch.setattr(Archive, "_restore_effects", fills_up)
+    await client.config_set("maxmemory", 0)
+    with pytest.raises(QueueFull):
+        await archive.restore(file)
+    there = await client.hgetall(journal)
+    assert 0 < len(there) < 500
+    monkeypatch.undo()
+    await client.config_set("maxmemory", 0)
+    assert (await archive.restore(file)).written == 500 - len(there)
+    assert await client.hgetall(journal) == {k.encode(): v for k, v in effects.items()}
+    await client.aclose(close_connection_pool=True)
 
 
 async def test_effects_are_read_a_few_at_a_time(

@@ -353,12 +353,15 @@ class TurnWorker(Worker):
         while Redis is asked for the other. `held`: slots that are taken."""
         if not self.allow_pick_jobs or self._pulse.away or not self._may_have_more(side):
             return 0
-        exchanges = [side.exchanges for side in self._sides]
-        if sum(len(one.finished) for one in exchanges) >= self.settings.unstored:
+        free = self.max_jobs - held
+        if (
+            free <= 0
+            or sum(len(s.exchanges.finished) for s in self._sides) >= self.settings.unstored
+        ):
             return 0
-        if any(one.may_bring_suspects for one in exchanges) or not self._may_claim(side):
+        if any(s.exchanges.may_bring_suspects for s in self._sides) or not self._may_claim(side):
             return 0  # they must not get company
-        return min(self.max_jobs - held, -(-self.max_jobs // 2))
+        return min(free, -(-self.max_jobs // 2))
 
     @staticmethod
     def _may_have_more(side: Side) -> bool:
@@ -394,8 +397,13 @@ class TurnWorker(Worker):
 
     async def _run_turn(self, side: Side, running: Running) -> None:
         claim = running.claim
-        context = {**self.ctx, "engine": side.engine, "worker": side.id}
-        context |= {"job_id": claim.hash, "job_try": len(claim.earlier) + 1}
+        context = {
+            **self.ctx,
+            "engine": side.engine,
+            "worker": side.id,
+            "job_id": claim.hash,
+            "job_try": len(claim.earlier) + 1,
+        }
         died: str | None = None
         running.task = asyncio.current_task()
         try:

@@ -94,6 +94,18 @@ async def a_farm(
         await asyncio.to_thread(server.close)
 
 
+def say_how_to_join(farm: Farm) -> None:
+    """For commands that start an embedded server, but no worker."""
+    namespace = (
+        "" if farm.namespace == DEFAULT_NAMESPACE else f" TURNMILL_NAMESPACE={farm.namespace}"
+    )
+    err.print(
+        f"no REDIS_URL: an embedded server, which starts no worker. One joins with REDIS_URL={farm.url}{namespace}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
 # Ending
 
 
@@ -139,16 +151,20 @@ async def _interruptible(work: Work) -> int:
     task = asyncio.ensure_future(work())
     received: list[int] = []
 
-    def interrupt(number: int) -> None:
-        if received:
+    def interrupt(number: int, frame: object) -> None:
+        if received or loop.is_closed():
             os._exit(128 + number)
         received.append(number)
+        loop.call_soon_threadsafe(end)
+
+    def end() -> None:
         task.cancel()
         # redis-py can swallow a cancellation; a cleanup that takes longer than this is cut short.
         loop.call_later(CLEANUP_SECONDS, task.cancel)
 
+    # Not the loop's own handlers: a scaffold's code may hold the loop up, and a second signal is to end it all the same.
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt, number)
+        signal.signal(number, interrupt)
     try:
         return await task
     except asyncio.CancelledError:

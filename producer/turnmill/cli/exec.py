@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from turnmill.children import parent_death_signal
-from turnmill.cli.common import a_farm, err, execute, redis_options, with_options
+from turnmill.cli.common import a_farm, err, execute, redis_options, say_how_to_join, with_options
 from turnmill.cli.serve import need_gateway
 from turnmill.errors import UsageError
 from turnmill.settings import check_name, is_outside_runs
@@ -89,6 +89,8 @@ async def _gateway(
         # What runs alone waits for Redis as a run does: for as long as its client does.
         settings = GatewaySettings(farm, secret=secret, patience=600.0)
         async with serving(settings, bound, drain=DRAIN_SECONDS):
+            if not redis_url:
+                say_how_to_join(farm)
             yield url_of(bound), secret
 
 

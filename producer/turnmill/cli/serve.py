@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from turnmill.cli.common import a_farm, err, execute, redis_options, with_options
+from turnmill.cli.common import a_farm, err, execute, redis_options, say_how_to_join, with_options
 from turnmill.errors import UsageError
 from turnmill.settings import parse_duration
 
@@ -105,6 +105,8 @@ def serve(
             )
             async with serving(settings, bound, drain=drain) as task:
                 err.print(f"serving on {url_of(bound)}/v1", markup=False, soft_wrap=True)
+                if not redis_url:
+                    say_how_to_join(farm)
                 with suppress(asyncio.CancelledError):  # SIGTERM is how a server ends
                     await asyncio.shield(task)
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
@@ -16,8 +17,13 @@ from turnmill.queue import Queue
 from turnmill.settings import is_outside_runs
 from turnmill.store import Store, WorkerInfo
 
+log = logging.getLogger("turnmill.gateway")
+
 LOOK_SECONDS = 1.0
 """How old what we know of workers and queues may be."""
+
+NAMES_SAID = 5
+"""How many models an error names."""
 
 Value = TypeVar("Value")
 
@@ -49,6 +55,8 @@ class Served:
         self._queue, self._store = Queue(redis, self._keys), Store(redis, self._keys)
         self._workers = _Known(self._store.workers)
         self._open: dict[tuple[str, str], _Known[int]] = {}
+        self._missed: set[str] = set()
+        """Models whose turns wait for a worker, which was said."""
 
     async def models(self, key: ApiKey | None) -> dict[str, list[WorkerInfo]]:
         """The models of live workers that the key may ask for, and these workers."""
@@ -60,19 +68,26 @@ class Served:
 
     async def check(self, model: str, key: ApiKey | None, *, may_wait: bool) -> None:
         """See that somebody serves the model, or, if that may be waited for, has ever done."""
+        served = await self.models(key)
         if may_ask(key, model):
-            if model in await self.models(key):
+            if model in served:
+                self._missed.discard(model)
                 return
             if await self._redis.exists(self._keys.seen(model)):
                 if may_wait:
+                    self._say_missed(model)
                     return
                 raise ApiError(503, f"no worker serves {model!r} now", code="no_worker")
+        text = f"the model {model!r} does not exist, or this key may not ask for it"
         raise ApiError(
-            404,
-            f"the model {model!r} does not exist, or this key may not ask for it",
-            param="model",
-            code="model_not_found",
+            404, f"{text}; {_said(sorted(served))}", param="model", code="model_not_found"
         )
+
+    def _say_missed(self, model: str) -> None:
+        # Once, and not for every request: who waits for hours otherwise wonders what for.
+        if model not in self._missed:
+            self._missed.add(model)
+            log.warning("no worker serves %s now: its turns wait in the queue", model)
 
     async def make_room(self, model: str, key: ApiKey | None, count: int) -> None:
         """See that `count` more turns are within the bounds of the key and of the queue, and count them."""
@@ -113,3 +128,11 @@ class Served:
 
 def may_ask(key: ApiKey | None, model: str) -> bool:
     return key is None or key.models is None or model in key.models
+
+
+def _said(served: list[str]) -> str:
+    """What can be asked for: names are easily a little wrong."""
+    if not served:
+        return "no worker serves any now"
+    more = ", ..." if len(served) > NAMES_SAID else ""
+    return f"workers serve {', '.join(map(repr, served[:NAMES_SAID]))}{more}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from turnmill.canonical import canonical
-from turnmill.lines import Item, ItemT, Loaded, read_lines
+from turnmill.lines import Item, ItemT, Loaded, check_id, read_lines
 from turnmill.reply import Reply
 from turnmill.results import ConversationCap
 from turnmill.turn import Message, Sampling, Tool
@@ -87,10 +87,10 @@ def read_plain(source: str, skip_bad: bool = False) -> Loaded[Line]:
 
 def plain_line(fields: dict[str, Any]) -> Line:
     """Raises ValueError for an object without an `id`."""
-    id = fields.get("id")
-    if not isinstance(id, str | int) or isinstance(id, bool) or id == "":
-        raise ValueError("id: must be a string or an integer")
-    return Line(str(id), fields)
+    try:
+        return Line(check_id(fields.get("id")), fields)
+    except ValueError as error:
+        raise ValueError(f"id: {error}") from None
 
 
 @dataclass(frozen=True)

