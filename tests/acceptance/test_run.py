@@ -425,6 +425,9 @@ def test_a_worker_that_cannot_start_ends_the_run_with_its_own_words(alone: Cli) 
         (["--run", "r", "--max-failures", "200%"], "max-failures '200%'"),
         (["--run", "r", "--temperature", "-1"], "sampling.temperature: "),
         (["--run", "r", "--engine", "sim"], "REDIS_URL is set"),
+        (["--run", "adhoc"], "run 'adhoc': names of this form are for turns outside a run"),
+        (["--run", "r", "--model", "\udcff"], "model '\\udcff': not UTF-8"),
+        (["--run", "r", "--model", "m", "--stop", "\udcff"], "stop '\\udcff': not UTF-8"),
     ],
 )
 def test_wrong_options_are_one_line(on_farm: Cli, options: list[str], what: str) -> None:
