@@ -436,6 +436,17 @@ def test_wrong_options_are_one_line(on_farm: Cli, options: list[str], what: str)
     assert len(refused.strip().splitlines()) == 1
 
 
+def test_names_are_shown_as_they_are(on_farm: Cli, worker: Workers) -> None:
+    model = "base:a:[/b]"
+    worker("--served-name", model)
+    source = on_farm.conversations(1)
+    done = on_farm("run", str(source), "--run", "r", "--model", model, "--out", "[/b]")
+    assert "[/b]/replies.jsonl, [/b]/report.json" in done.stdout
+    assert model in on_farm("status", COLUMNS="200").stdout
+    on_farm.write([{"id": "x:b:y", "turns": ["[/b]"]}] * 2, "bad.jsonl")
+    assert "id 'x:b:y' is taken" in on_farm("run", "bad.jsonl", "--run", "s", exits=2).stderr
+
+
 def test_a_wrong_password_is_permanent(
     make_cli: Callable[..., Cli], own_valkey: Callable[..., Any]
 ) -> None:
