@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnmill.errors import BadInput
-from turnmill.lines import ItemT, Loaded, Parsed, load, opened
+from turnmill.lines import ItemT, Loaded, Parsed, first_double, load, opened
 
 _LONGEST_CELL: Final = 1 << 30
 """Characters. The csv module's own limit is for the whole process, and too small for long prompts."""
@@ -40,8 +40,8 @@ def read_csv(
         raise BadInput(name, 1, f"not CSV: {error}") from None
     if missing := [column for column in columns if column not in header]:
         raise BadInput(name, 1, f"the header has no {', '.join(missing)}")
-    if double := [column for column in header if header.count(column) > 1]:
-        raise BadInput(name, 1, f"the column {double[0]!r} is there twice")
+    if (double := first_double(header)) is not None:
+        raise BadInput(name, 1, f"the column {double!r} is there twice")
     return load(name, _rows(name, rows, header), parse, skip_bad)
 
 
