@@ -18,7 +18,7 @@ from turnmill import multi_if
 from turnmill.canonical import canonical
 from turnmill.csv_lines import read_csv
 from turnmill.lines import Loaded, check_id, read_lines
-from turnmill.turn import Message, Sampling, Tool
+from turnmill.turn import MOST_EXPLAINED, Message, Sampling, Tool
 
 _MT_BENCH_ONLY: Final = {"question_id", "category", "reference"}
 _SHOWN_PROBLEMS: Final = 3
@@ -118,6 +118,8 @@ def _problem(text: str) -> PydanticCustomError:
 
 def _what(error: ValidationError, id_key: str) -> str:
     """The first problems of a line: which field, and what about it. `id_key` is what it calls its id."""
+    if error.error_count() > MOST_EXPLAINED:
+        return f"{error.error_count()} values are wrong"
     problems = error.errors(include_url=False, include_input=False)
     texts = [_one_problem(problem, id_key) for problem in problems[:_SHOWN_PROBLEMS]]
     if len(problems) > _SHOWN_PROBLEMS:

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,10 +145,14 @@ def json_object(raw: bytes) -> dict[str, Any]:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        keys = [key for key, _ in pairs]
-        double = next(key for key in keys if keys.count(key) > 1)
+        double = first_double(key for key, _ in pairs)
         raise ValueError(f"the key {double!r} is there twice")
     return fields
+
+
+def first_double(names: Iterable[str]) -> str | None:
+    """The first of these names that is there more than once."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _integer(digits: str) -> int:

@@ -21,7 +21,7 @@ from turnmill.manifest import written_options
 from turnmill.run_settings import RunSettings
 from turnmill.scaffolds.base import Scaffold
 from turnmill.scaffolds.finding import find, in_a_line
-from turnmill.settings import check_name, parse_duration
+from turnmill.settings import check_name, is_outside_runs, parse_duration
 from turnmill.turn import Sampling
 
 OWN_WORDS = "turnmill"
@@ -159,7 +159,9 @@ class Plan:
 
 def plan(name: str, spec: RunSpec, folder: Path, attempt: Attempt) -> Plan:
     """Find the scaffold of a run and read its input. Raises UsageError, BadInput among them."""
-    check_name(name, "run")
+    if is_outside_runs(check_name(name, "run")):
+        raise UsageError(f"run {name!r}: names of this form are for turns outside a run")
+    _check_text(spec)
     scaffold = find(spec.scaffold, spec.set)
     loaded = _read(spec, scaffold)
     settings = RunSettings(
@@ -179,6 +181,19 @@ def plan(name: str, spec: RunSpec, folder: Path, attempt: Attempt) -> Plan:
     )
     items = _chosen(loaded.items, spec.limit, spec.shuffle)
     return Plan(spec, settings, folder, scaffold, items, loaded.bad)
+
+
+def _check_text(spec: RunSpec) -> None:
+    """A command line may have bytes that are no UTF-8: paths can have them, what is asked cannot."""
+    for what, value in (
+        ("model", spec.model),
+        ("served-name", spec.served_name),
+        ("stop", "".join(spec.sampling.stop or ())),
+    ):
+        try:
+            (value or "").encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{what} {value!r}: not UTF-8") from None
 
 
 def _read(spec: RunSpec, scaffold: Scaffold[Any]) -> Loaded[Item]:

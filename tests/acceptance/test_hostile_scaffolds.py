@@ -97,6 +97,29 @@ def test_a_cancelled_run_ends_whatever_asks_again(
     assert json.loads(out)["outcomes"]["cancelled"] == 1
 
 
+def test_an_interrupted_conversation_has_not_ended(
+    on_farm: Cli, worker: Callable[..., SimWorker]
+) -> None:
+    """Whatever its scaffold says to that."""
+    first = worker(sim=("--latency", "60"))
+    on_farm.write([{"id": "a", "how": "ends_as_if_done"}])
+    process = on_farm.start(*line())
+
+    def asks() -> bool:
+        found = json.loads(on_farm("status", "--json").stdout)["runs"]
+        return bool(found and found[0]["total"])
+
+    until(asks, "it has asked")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (on_farm.folder / "runs/run/replies.partial.jsonl").read_text() == ""
+    first.kill()
+    worker()
+    run(on_farm)
+    assert results(on_farm)["a"]["ending"] == "fine"
+
+
 def test_a_second_signal_ends_what_blocks(on_farm: Cli, worker: Callable[..., SimWorker]) -> None:
     worker()
     on_farm.write([{"id": "a", "how": "blocks"}])

@@ -147,6 +147,7 @@ def test_all_that_is_wrong_is_said_with_table_and_key(folder: Path) -> None:
         ('["a b"]\ndata = "x"\n', "[a b] run 'nightly-a b': "),
         ('[a]\ndata="x"\nrun="r"\n[b]\ndata="x"\nrun="r"\n', "[b] run: 'r' is the run of [a] alr"),
         ("[defaults]\nsampling = 3\n[a]\ndata = 'x'\n", "[defaults] sampling: "),
+        ("[a]\ndata = 'x'\nsampling = {logit_bias = {5 = nan}}\n", "[a] sampling.logit_bias.5: "),
     ],
 )
 def test_one_thing_wrong(folder: Path, text: str, says: str) -> None:

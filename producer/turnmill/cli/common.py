@@ -36,8 +36,9 @@ class _Terminal(Console):
         raise BrokenPipeError
 
 
-terminal = _Terminal(highlight=False)
-err = _Terminal(stderr=True, highlight=False)
+# Names are anybody's: what looks like rich's markup or emoji in them (`base:a:b`) is neither.
+terminal = _Terminal(highlight=False, markup=False, emoji=False)
+err = _Terminal(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 Work = Callable[[], Awaitable[int]]
