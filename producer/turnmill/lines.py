@@ -133,7 +133,10 @@ def json_object(raw: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte {error.start + 1} of the line") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}, column {error.colno}") from None
+        # Some of Python's texts end in "at", for a place that is to follow.
+        raise ValueError(
+            f"not JSON: {error.msg.removesuffix(' at')}, column {error.colno}"
+        ) from None
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
     if not isinstance(fields, dict):

@@ -120,7 +120,9 @@ class WorkerProcess:
             started = asyncio.get_running_loop().time()
             code = await self._ended()
             if code == CONFIGURATION:
-                raise WorkerUnusable(f"{self.last_words()}, or set REDIS_URL to use workers elsewhere")
+                raise WorkerUnusable(
+                    f"{self.last_words().rstrip('.')} (with REDIS_URL, workers elsewhere are used)"
+                )
             pause = pauses.after(asyncio.get_running_loop().time() - started)
             log.warning(
                 "the worker ended (%s): %s; it is started again in %g s. Its log: %s",

@@ -52,6 +52,13 @@ def _concurrency(text: str) -> int | None:
     return int(text)
 
 
+def _keep(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except UsageError as error:
+        raise UsageError(f"keep: {error}") from None
+
+
 def _option(value: Any) -> Any:
     """An option of a scaffold, as `--set` has it: text."""
     if isinstance(value, bool):
@@ -83,7 +90,7 @@ class RunSpec(BaseModel):
     max_failures: Annotated[FailureBudget, _read_by(FailureBudget.parse, FailureBudget)] = (
         FailureBudget.parse("5%")
     )
-    keep: Annotated[float | None, _read_by(parse_duration, type(None))] = None
+    keep: Annotated[float | None, _read_by(_keep, type(None))] = None
     engine: str | None = None
     slots: Annotated[int, Field(ge=1)] | None = None
     engine_arguments: list[str] = []

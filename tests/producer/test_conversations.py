@@ -96,6 +96,7 @@ def test_a_very_long_line(file: Path) -> None:
     ("line", "what"),
     [
         ("nope", "not JSON: Expecting value, column 1"),
+        ('{"id": "a\tb"}', "not JSON: Invalid control character, column 10"),
         ('{"id": "a", "turns": ["x"]', "not JSON: Expecting ',' delimiter, column 27"),
         ([1], "must be a JSON object"),
         ({"id": "a"}, "turns: is missing"),

@@ -91,7 +91,7 @@ def test_plans_are_of_the_named_runs_in_the_files_order(folder: Path) -> None:
     assert (one.settings.again, one.settings.extend) == (frozenset(["failed"]), True)
     assert [item.id for item in one.items] == ["a"]
     assert len(found.plan([], Path("out"), attempt)) == 3
-    with pytest.raises(UsageError, match=r"there is no \[d\]; there are a, b, c"):
+    with pytest.raises(UsageError, match=r"there is no \[d\]; there are \[a\], \[b\], \[c\]"):
         found.plan(["a", "d"], Path("out"), attempt)
 
 
@@ -130,7 +130,7 @@ def test_all_that_is_wrong_is_said_with_table_and_key(folder: Path) -> None:
         "[one] temprature: unknown key",
         "[two] data: Input should be a valid string",
         "[two] max-failures '200%': a number of conversations, or a share like 5%",
-        "[two] duration 'soon': a number above 0 and s, m, h or d, for example 7d",
+        "[two] keep: duration 'soon': a number above 0 and s, m, h or d, for example 7d",
         "[two] engine_arguments.1: Input should be a valid string",
         "[three] data: is missing",
     ]

@@ -66,10 +66,18 @@ def test_folders_of_a_line_are_beside_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ({"id": "a"}, "prompt: Field required"),
+        ({"id": "a"}, "prompt: is missing"),
+        (
+            {"id": "a", "promt": "x"},
+            "prompt: is missing; promt: unknown key, did you mean prompt?",
+        ),
+        (
+            {"id": "a", "prompt": "x", "files": {"f": 3}},
+            "files: must be texts by their names, or the name of a folder",
+        ),
         ({"id": "a", "prompt": ""}, "prompt: .*at least 1 character"),
         ({"id": True, "prompt": "x"}, "id: "),
-        ({"id": "a", "prompt": "x", "cheque": "y"}, "cheque: Extra inputs"),
+        ({"id": "a", "prompt": "x", "cheque": "y"}, "cheque: unknown key"),
         ({"id": "a", "prompt": "x", "digest": "y"}, "digest: unknown key"),
         ({"id": "a", "prompt": "x", "files": "nowhere"}, "files: .*nowhere is no folder"),
         ({"id": "a", "prompt": "x", "files": {"../y": ""}}, "files: '../y' is no name of a file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import NoReturn
 
 from turnmill.errors import UsageError
@@ -32,6 +33,13 @@ def amount(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number of 0 or more")
     return number
+
+
+def check_path(engine: str, model: str | None) -> None:
+    """Raises UsageError for a model that is written as a path, and is not there: engines take it for a name on the hub
+    then, and complain of its letters."""
+    if model and model.startswith((".", "/")) and not os.path.exists(model):
+        raise UsageError(f"engine {engine}: --model {model}: there is no such file or folder")
 
 
 def first_line(error: BaseException) -> str:

@@ -34,7 +34,7 @@ from turnmill.errors import UsageError
 from turnmill.reply import EngineIdentity, Usage
 from turnmill.turn import Turn, explain
 from turnmill_worker.engines.adapters import adapter_of
-from turnmill_worker.engines.arguments import first_line, last_line
+from turnmill_worker.engines.arguments import check_path, first_line, last_line
 from turnmill_worker.engines.base import (
     Answer,
     Capacity,
@@ -485,6 +485,7 @@ def _arguments(settings: EngineSettings) -> Any:
         raise UsageError(
             f"SGLang cannot be imported (pip install 'turnmill[sglang]'): {error}"
         ) from None
+    check_path("sglang", settings.model)
     argv = list(settings.arguments)
     if settings.revision is not None:
         argv = ["--revision", settings.revision, *argv]

@@ -6,20 +6,33 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from turnmill.canonical import canonical
 from turnmill.errors import BadInput, BadLines, BadTurn
 from turnmill.lines import Loaded, read_lines
 from turnmill.scaffolds.vanillux.packing import Files, pack
-from turnmill.turn import explain
 
 _NAMES: Final = ("task.toml", "task.json")
 _OF_A_FOLDER: Final = ("files", "check_files")
+_IN_OUR_WORDS: Final = {"missing": "is missing", "extra_forbidden": "unknown key"}
+
+
+def _texts_or_folder(value: Any) -> Any:
+    """Said here, because pydantic tells for each type of a union what it is not."""
+    texts = isinstance(value, Mapping) and all(isinstance(text, str) for text in value.values())
+    if value is None or texts or isinstance(value, str | Path):
+        return value
+    raise PydanticCustomError("files", "must be texts by their names, or the name of a folder")
+
+
+_Files = Annotated[Mapping[str, str] | Path | None, BeforeValidator(_texts_or_folder)]
 
 
 class Task(BaseModel):
@@ -33,9 +46,9 @@ class Task(BaseModel):
 
     id: Annotated[str, Field(min_length=1)]
     prompt: Annotated[str, Field(min_length=1)]
-    files: Mapping[str, str] | Path | None = None
+    files: _Files = None
     check: Annotated[str, Field(min_length=1)] | None = None
-    check_files: Mapping[str, str] | Path | None = None
+    check_files: _Files = None
     check_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     image: str | None = None
     digest: str = ""
@@ -90,7 +103,7 @@ def _task(fields: dict[str, Any], base: Path) -> Task:
     try:
         task = Task.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(explain(error)) from None
+        raise ValueError(_what(error)) from None
     inside = {name: _found(base, getattr(task, name)) for name in _OF_A_FOLDER}
     task = task.model_copy(update=inside)
     known = {
@@ -102,6 +115,19 @@ def _task(fields: dict[str, Any], base: Path) -> Task:
     except BadTurn as error:
         raise ValueError(str(error)) from None
     return task.model_copy(update={"digest": digest})
+
+
+def _what(error: ValidationError) -> str:
+    texts = []
+    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+        where = ".".join(str(step) for step in problem["loc"])
+        text = _IN_OUR_WORDS.get(problem["type"], problem["msg"])
+        if problem["type"] == "extra_forbidden" and (
+            close := get_close_matches(where, Task.model_fields, n=1)
+        ):
+            text = f"{text}, did you mean {close[0]}?"
+        texts.append(f"{where}: {text}")
+    return "; ".join(texts)
 
 
 def _found(base: Path, files: Files) -> Files:
