@@ -129,6 +129,17 @@ async def test_both_streams_in_their_order(box: Box) -> None:
     assert await box("echo a; echo b >&2; echo c; exit 2") == ran("a\nb\nc\n", 2)
 
 
+async def test_output_has_names_too(box: Box) -> None:
+    assert await box("echo a > /dev/stdout; echo b | tee /dev/stderr") == ran("a\nb\nb\n")
+
+
+async def test_what_reads_its_own_output_is_refused(bubblewrap: Box) -> None:
+    """Or it would read away the end of what follows."""
+    await bubblewrap("tail -f /dev/stdout > /tmp/read & sleep 0.1")
+    assert "Permission denied" in await bubblewrap.prints("cat /dev/stdout")
+    assert await bubblewrap("echo on; cat /tmp/read") == ran("on\n")
+
+
 async def test_long_and_binary_output_is_cut(box: Box) -> None:
     cut = await box.prints("seq 1000000")
     head, mark, tail = cut.partition("\n[... 6878896 characters left out ...]\n")
