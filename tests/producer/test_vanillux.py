@@ -204,7 +204,9 @@ def test_line_breaks_inside_of_strings_are_understood() -> None:
 
 
 def test_every_call_has_an_id_of_its_own() -> None:
-    raw = [{"id": id, "function": bash('{"command": "ls"}')} for id in ("x", "x", "", None)]
+    raw = [
+        {"id": id, "function": bash('{"command": "ls"}')} for id in ("call_1", "call_1", "", None)
+    ]
     message, calls = understand(Message(role="assistant", content=None, tool_calls=raw))
     ids = [call.id for call in calls]
     assert len(set(ids)) == 4

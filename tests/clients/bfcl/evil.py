@@ -13,6 +13,7 @@ NOT_CALLS = [
     {"name": "lambda", "arguments": "{}"},
     {"name": "ls", "arguments": "[1]"},
     {"name": "ls", "arguments": "{"},
+    {"name": "ls", "arguments": "[" * 100_000},
 ]
 
 with world(read("base").items[0]) as simulated:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import keyword
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,11 @@ from typing import Any
 from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_checker, multi_turn_utils
 
 from turnmill.scaffolds.bfcl.entries import Entry
+from turnmill.scaffolds.told import json_object
 
 _number = itertools.count()
+_TOLD = "turnmill" + "0" * 12
+"""The name of instances as the model is told it: the same in every attempt, and as long as the real ones, for functions count letters."""
 
 
 class NoCall(ValueError):
@@ -34,7 +36,8 @@ class World:
     def execute(self, calls: Sequence[str]) -> list[str]:
         """What each call returned, as the model is told it."""
         results, _ = self._run(list(calls))
-        return [str(result) for result in results]
+        # The benchmark puts the name before whatever looks like a call of its methods, inside of texts, too.
+        return [str(result).replace(self.name, _TOLD) for result in results]
 
     def call_of(self, function: dict[str, Any]) -> str:
         """A model's function call as the benchmark writes it: `name(key=value,...)`. Raises NoCall.
@@ -43,11 +46,8 @@ class World:
         nothing has, whatever it means to Python, and keys must be plain names.
         """
         name = str(function.get("name", ""))
-        try:
-            arguments = json.loads(function.get("arguments") or "null")
-        except ValueError as error:
-            raise NoCall(f"its arguments are not JSON: {error}") from None
-        if not isinstance(arguments, dict):
+        arguments = json_object(function.get("arguments"), strict=True)
+        if arguments is None:
             raise NoCall("its arguments are no JSON object")
         for word in (name, *arguments):
             if not word.isidentifier() or keyword.iskeyword(word):
@@ -91,7 +91,7 @@ def judge(entry: Entry, calls: list[list[list[str]]]) -> dict[str, Any]:
 @contextmanager
 def _scratch() -> Iterator[str]:
     """A name for instances, which the benchmark keeps in a module's globals for ever: here, until the block ends."""
-    name = f"turnmill{next(_number)}x"
+    name = f"turnmill{next(_number):012}"
     kept = vars(multi_turn_utils)
     try:
         yield name

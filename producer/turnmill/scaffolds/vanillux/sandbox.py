@@ -7,6 +7,7 @@ as the pipe to it, so it ends with its process, however that ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -293,7 +294,7 @@ class Sandbox:
 def _spawn(launch: Launch) -> subprocess.Popen[bytes]:
     """Not asyncio's way, which has a thread for each process before Python 3.12. And not in a thread: bubblewrap ends with the
     thread that has started it."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*launch.argv, "bash", "--noprofile", "--norc", "-c", _BEGIN, "sandbox"],
         bufsize=0,
         stdin=subprocess.PIPE,
@@ -305,3 +306,9 @@ def _spawn(launch: Launch) -> subprocess.Popen[bytes]:
         group=launch.user,
         extra_groups=None if launch.user is None else (),
     )
+    assert process.stdout is not None
+    if launch.user is not None:  # who writes to /dev/stdout opens the pipe again, as its owner
+        os.fchown(process.stdout.fileno(), launch.user, launch.user)
+    with contextlib.suppress(OSError):  # where pipes have modes: nobody reads away what is for us
+        os.fchmod(process.stdout.fileno(), 0o200)
+    return process
