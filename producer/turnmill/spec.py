@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from turnmill import wording
 from turnmill.asking import Again
 from turnmill.budget import FailureBudget
 from turnmill.errors import BadInput, UsageError
@@ -21,7 +21,7 @@ from turnmill.manifest import written_options
 from turnmill.run_settings import RunSettings
 from turnmill.scaffolds.base import Scaffold
 from turnmill.scaffolds.finding import find, in_a_line
-from turnmill.settings import check_name, is_outside_runs, parse_duration
+from turnmill.settings import check_run, parse_duration
 from turnmill.turn import Sampling
 
 OWN_WORDS = "turnmill"
@@ -126,17 +126,7 @@ def problems(error: ValidationError) -> list[str]:
 
 def problem(item: ErrorDetails, of: type[RunSpec] = RunSpec) -> str:
     """One of pydantic's errors in our words."""
-    steps = [str(step) for step in item["loc"]]
-    if item["type"] == OWN_WORDS:
-        return item["msg"]
-    text = {"missing": "is missing", "extra_forbidden": "unknown key"}.get(
-        item["type"], item["msg"]
-    )
-    if item["type"] == "extra_forbidden":
-        known = Sampling.model_fields if steps[0] == "sampling" else of.model_fields
-        if close := get_close_matches(steps[-1], known, n=1):
-            text = f"{text}, did you mean {close[0]}?"
-    return f"{'.'.join(steps)}: {text}"
+    return item["msg"] if item["type"] == OWN_WORDS else wording.problem(item, of)
 
 
 @dataclass(frozen=True)
@@ -166,8 +156,7 @@ class Plan:
 
 def plan(name: str, spec: RunSpec, folder: Path, attempt: Attempt) -> Plan:
     """Find the scaffold of a run and read its input. Raises UsageError, BadInput among them."""
-    if is_outside_runs(check_name(name, "run")):
-        raise UsageError(f"run {name!r}: names of this form are for turns outside a run")
+    check_run(name)
     _check_text(spec)
     scaffold = find(spec.scaffold, spec.set)
     loaded = _read(spec, scaffold)

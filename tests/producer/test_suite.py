@@ -128,7 +128,7 @@ def test_all_that_is_wrong_is_said_with_table_and_key(folder: Path) -> None:
         "[defaults] epochs: Input should be greater than or equal to 1",
         "[one] concurrency 'many': auto, or a number of conversations",
         "[one] temprature: unknown key",
-        "[two] data: Input should be a valid string",
+        "[two] data: must be a string",
         "[two] max-failures '200%': a number of conversations, or a share like 5%",
         "[two] keep: duration 'soon': a number above 0 and s, m, h or d, for example 7d",
         "[two] engine_arguments.1: Input should be a valid string",

@@ -21,7 +21,7 @@ from turnmill.children import parent_death_signal
 from turnmill.cli.common import a_farm, err, execute, redis_options, say_how_to_join, with_options
 from turnmill.cli.serve import need_gateway
 from turnmill.errors import UsageError
-from turnmill.settings import check_name, is_outside_runs
+from turnmill.settings import check_run
 
 LOOPBACK = "127.0.0.1"
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -54,8 +54,7 @@ def exec_(
     store what it was answered before. `turnmill exec RUN -- COMMAND ...`; exits with the command's code."""
 
     async def work() -> int:
-        if is_outside_runs(check_name(run, "run")):
-            raise UsageError(f"run {run!r}: names of this form are for turns outside a run")
+        check_run(run)
         async with _gateway(url, api_key, redis_url, namespace, data) as (base, key):
             attempt = f"{base}/runs/{run}/attempts/{secrets.token_hex(6)}"
             code = await _run(command, f"{attempt}/v1", key)

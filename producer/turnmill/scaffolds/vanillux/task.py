@@ -6,7 +6,6 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -18,10 +17,10 @@ from turnmill.canonical import canonical
 from turnmill.errors import BadInput, BadLines, BadTurn
 from turnmill.lines import Loaded, read_lines
 from turnmill.scaffolds.vanillux.packing import Files, pack
+from turnmill.wording import problems
 
 _NAMES: Final = ("task.toml", "task.json")
 _OF_A_FOLDER: Final = ("files", "check_files")
-_IN_OUR_WORDS: Final = {"missing": "is missing", "extra_forbidden": "unknown key"}
 
 
 def _texts_or_folder(value: Any) -> Any:
@@ -103,7 +102,7 @@ def _task(fields: dict[str, Any], base: Path) -> Task:
     try:
         task = Task.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(_what(error)) from None
+        raise ValueError(problems(error, Task)) from None
     inside = {name: _found(base, getattr(task, name)) for name in _OF_A_FOLDER}
     task = task.model_copy(update=inside)
     known = {
@@ -115,19 +114,6 @@ def _task(fields: dict[str, Any], base: Path) -> Task:
     except BadTurn as error:
         raise ValueError(str(error)) from None
     return task.model_copy(update={"digest": digest})
-
-
-def _what(error: ValidationError) -> str:
-    texts = []
-    for problem in error.errors(include_url=False, include_context=False, include_input=False):
-        where = ".".join(str(step) for step in problem["loc"])
-        text = _IN_OUR_WORDS.get(problem["type"], problem["msg"])
-        if problem["type"] == "extra_forbidden" and (
-            close := get_close_matches(where, Task.model_fields, n=1)
-        ):
-            text = f"{text}, did you mean {close[0]}?"
-        texts.append(f"{where}: {text}")
-    return "; ".join(texts)
 
 
 def _found(base: Path, files: Files) -> Files:
