@@ -140,6 +140,8 @@ def test_what_redis_holds_of_a_run_may_be_garbage(
         connection.sadd(farm.keys.engines("run"), b'{"engine": 1}')
         said = on_farm(*line(), exits=3).stderr
         assert "run 'run': an engine that it has met cannot be read: " in said
-        connection.set(farm.keys.manifest("run"), b"{")
-        said = on_farm(*line(), exits=3).stderr
-        assert "the manifest of run 'run' cannot be read: " in said
+        for garbage in (b"{", b"[1]", b'{"v":1}'):
+            connection.set(farm.keys.manifest("run"), garbage)
+            for more in ((), ("--dry-run",)):
+                said = on_farm(*line(*more), exits=3).stderr
+                assert "the manifest of run 'run' cannot be read: " in said
