@@ -99,7 +99,9 @@ def test_folders_that_are_no_tasks(tmp_path: Path) -> None:
     a_folder(tmp_path / "a", "prompt = ")
     a_folder(tmp_path / "b", "[]", "task.json")
     a_folder(tmp_path / "c", 'prompt = "x"')
-    with pytest.raises(BadLines, match=r"(?s)a/task\.toml: Invalid.*b/task\.json: must be a JSON"):
+    with pytest.raises(
+        BadLines, match=r"(?s)a/task\.toml: not TOML: Invalid.*b/task\.json: must be a JSON"
+    ):
         read_tasks(str(tmp_path))
     loaded = read_tasks(str(tmp_path), skip_bad=True)
     assert [task.id for task in loaded.items] == ["c"]

@@ -35,11 +35,11 @@ def amount(text: str) -> float:
     return number
 
 
-def check_path(engine: str, model: str | None) -> None:
-    """Raises UsageError for a model that is written as a path, and is not there: engines take it for a name on the hub
-    then, and complain of its letters."""
-    if model and model.startswith((".", "/")) and not os.path.exists(model):
-        raise UsageError(f"engine {engine}: --model {model}: there is no such file or folder")
+def check_path(option: str, path: str | None) -> None:
+    """Raises UsageError for a model, or an adapter, that is written as a path, and is not there: engines take it for a name on
+    the hub then, complain of its letters, or die of it. `option`: where it was given."""
+    if path and path.startswith((".", "/")) and not os.path.exists(path):
+        raise UsageError(f"{option} {path}: there is no such file or folder")
 
 
 def first_line(error: BaseException) -> str:

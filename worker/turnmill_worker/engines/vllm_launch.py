@@ -42,7 +42,7 @@ def arguments(settings: EngineSettings) -> Any:
         raise UsageError(
             f"vLLM cannot be imported (pip install 'turnmill[vllm]'): {error}"
         ) from None
-    check_path("vllm", settings.model)
+    check_path("engine vllm: --model", settings.model)
     argv = list(settings.arguments)
     if settings.revision is not None:
         argv = ["--revision", settings.revision, *argv]
@@ -65,6 +65,8 @@ def arguments(settings: EngineSettings) -> Any:
     for name, why in _REFUSED.items():
         if getattr(parsed, name, False):
             raise UsageError(f"engine vllm: --{name.replace('_', '-')}: {why}")
+    for adapter in parsed.lora_modules or ():
+        check_path("engine vllm: --lora-modules", adapter.path)
     return parsed
 
 

@@ -86,7 +86,11 @@ def _fields(folder: Path, file: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
-    fields = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    kind, loads = ("TOML", tomllib.loads) if file.suffix == ".toml" else ("JSON", json.loads)
+    try:
+        fields = loads(text)
+    except ValueError as error:
+        raise ValueError(f"not {kind}: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError("must be a JSON object")
     there = {name: name for name in _OF_A_FOLDER if (folder / name).is_dir()}
