@@ -68,7 +68,7 @@ class Stage:
     """A run of vanillux with bubblewrap, and what the engine plays in it."""
 
     def __init__(self, cli: Cli, farm: Farm, start_worker: Callable[..., SimWorker]) -> None:
-        self.cli, self._farm, self._start_worker = cli, farm, start_worker
+        self.cli, self._farm, self.start_worker = cli, farm, start_worker
         cli.environment["PATH"] = path_with_bubblewrap()
         self._mark = a_long_time()
         self._tasks: list[dict[str, Any]] = []
@@ -105,7 +105,7 @@ class Stage:
     def worker(self, *sim: str) -> SimWorker:
         play = self.cli.write(self._scenes, "play.jsonl")
         self.cli.write(self._tasks)
-        return self._start_worker(sim=("--play", str(play), *sim))
+        return self.start_worker(sim=("--play", str(play), *sim))
 
     def line(self, *more: str, run: str = "run") -> tuple[str, ...]:
         options = [part for n, v in self._options.items() for part in ("--set", f"{n}={v:g}")]
@@ -300,6 +300,22 @@ def test_every_ending(stage: Stage) -> None:
     assert (again["error"]["ending"], again["error"]["score"]) == ("submitted", 1.0)
     assert all(again[id] == results[id] for id in results if id != "error")
     stage.are_gone()
+
+
+def test_time_is_up_within_an_answer(stage: Stage) -> None:
+    """Models call for the same dozens of times in one answer, too. Whoever goes on stops at the same one."""
+    stage.set(command_seconds=0.2, total_seconds=0.5)
+    user = opening("Wait", seconds=0.2, most=10_000, steps=64)[1].content
+    sleep = {"name": "bash", "arguments": {"command": "sleep 60"}}
+    play = [{"users": [user], "answers": [{"tool_calls": [sleep] * 40}]}]
+    stage.cli.write([{"id": "a", "prompt": "Wait"}])
+    stage.start_worker(sim=("--play", str(stage.cli.write(play, "play.jsonl"))))
+    first = stage.report()
+    assert first["endings"] == {"timeout": 1}
+    (result,) = stage.results().values()
+    assert result["details"]["commands"] == len(outputs(result)) == 3
+    assert stage.report()["asked"] == 0
+    assert stage.results() == {"a": result}
 
 
 def test_what_a_model_leaves_behind_does_not_pass_for_it(stage: Stage) -> None:

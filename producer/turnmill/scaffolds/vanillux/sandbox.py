@@ -157,7 +157,7 @@ class Sandbox:
     async def run(self, command: str, *, seconds: float, most: int, shell: str = "agent") -> Ran:
         """Run a command, for so many seconds at most, and see at most so many characters of it. Commands of one `shell`
         (letters) see what the others before them exported, and where they went."""
-        await self._ready()
+        await self.ready()
         killed: Literal["time", "output"] | None = None
 
         def kill(what_for: Literal["time", "output"]) -> None:
@@ -176,7 +176,7 @@ class Sandbox:
 
     async def put(self, files: bytes) -> Ran:
         """Unpack a tar file in the folder for work, over what is there."""
-        await self._ready()
+        await self.ready()
         return await self._unpack(files)
 
     async def close(self) -> None:
@@ -192,7 +192,8 @@ class Sandbox:
         if cancelled:
             raise cancelled
 
-    async def _ready(self) -> None:
+    async def ready(self) -> None:
+        """Start it, if it has not been. Raises SandboxDied, as all that needs one does."""
         if self._process is not None:
             return
         async with self._starting:
