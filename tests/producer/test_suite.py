@@ -131,7 +131,7 @@ def test_all_that_is_wrong_is_said_with_table_and_key(folder: Path) -> None:
         "[two] data: must be a string",
         "[two] max-failures '200%': a number of conversations, or a share like 5%",
         "[two] keep: duration 'soon': a number above 0 and s, m, h or d, for example 7d",
-        "[two] engine_arguments.1: Input should be a valid string",
+        "[two] engine_arguments.1: must be a string",
         "[three] data: is missing",
     ]
 

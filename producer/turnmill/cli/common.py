@@ -102,7 +102,6 @@ def say_how_to_join(farm: Farm) -> None:
     )
     err.print(
         f"no REDIS_URL: an embedded server, which starts no worker. One joins with REDIS_URL={farm.url}{namespace}",
-        markup=False,
         soft_wrap=True,
     )
 
@@ -142,7 +141,7 @@ def emit(line: str) -> None:
 
 
 def _complain(error: Exception, code: int) -> int:
-    err.print(f"turnmill: {error}", markup=False, soft_wrap=True)
+    err.print(f"turnmill: {error}", soft_wrap=True)
     return code
 
 

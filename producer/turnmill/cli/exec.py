@@ -101,7 +101,7 @@ async def _run(command: tuple[str, ...], base: str, key: str) -> int:
             *command, env=_environment(base, key), preexec_fn=ends_with_us
         )
     except OSError as error:
-        err.print(f"turnmill: {command[0]}: {error.strerror}", markup=False, soft_wrap=True)
+        err.print(f"turnmill: {command[0]}: {error.strerror}", soft_wrap=True)
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
     loop = asyncio.get_running_loop()
 
@@ -161,7 +161,7 @@ async def _report(attempt: str, key: str, as_json: bool) -> None:
         problem = str(error) if isinstance(error, OSError | HTTPException) else "no gateway answers"
         said = f"turnmill: the attempt cannot be reported: {' '.join(problem.split())}"
     with suppress(OSError):  # nobody reads it
-        err.print(said, markup=False, soft_wrap=True)
+        err.print(said, soft_wrap=True)
 
 
 def _counts(attempt: str, key: str) -> dict[str, Any]:

@@ -109,10 +109,10 @@ async def _drive_all(
     """How the runs ended; none is driven after one that was cancelled."""
     ends: list[tuple[str, RunEnd]] = []
     for number, (table, plan) in enumerate(plans, start=1):
-        err.print(f"run {plan.name} ({number} of {len(plans)})", markup=False, soft_wrap=True)
+        err.print(f"run {plan.name} ({number} of {len(plans)})", soft_wrap=True)
         with _its_table(file, table):
             end = await drive(plan, place)
-        err.print(display.end_line(end), markup=False, soft_wrap=True)
+        err.print(display.end_line(end), soft_wrap=True)
         ends.append((table, end))
         if end.cancelled:
             break
@@ -133,7 +133,7 @@ def _code(ends: list[RunEnd]) -> int:
         err.print("A run was cancelled. The same command goes on from here.")
         return CANCELLED
     if spent := [end.report.run for end in ends if end.budget_spent]:
-        err.print(f"The failure budget is spent: {', '.join(spent)}.", markup=False, soft_wrap=True)
+        err.print(f"The failure budget is spent: {', '.join(spent)}.", soft_wrap=True)
         return BUDGET_SPENT
     return 0
 
