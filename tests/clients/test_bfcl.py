@@ -151,9 +151,13 @@ def test_a_call_that_is_cut_off_is_told_again_as_json(
 
 
 def test_what_the_model_writes_is_not_run(bench: Bench) -> None:
-    """Calls are evaluated as Python by the benchmark: what is no call of its classes must do nothing."""
+    """Calls are evaluated as Python by the benchmark: what is no call of its classes must do nothing, and what is one must end."""
     said = bench.python(HERE / "bfcl" / "evil.py")
-    assert said.splitlines() == ["Error during execution: name 'no_function_open' is not defined"]
+    refused = ("open", "power", "square_root", "logarithm", "round_number")
+    assert said.splitlines() == [
+        *(f"Error during execution: name 'no_function_{name}' is not defined" for name in refused),
+        '{"result": 81}',
+    ]
     assert not (bench.folder / "evil").exists()
 
 

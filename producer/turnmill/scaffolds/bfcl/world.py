@@ -16,6 +16,9 @@ from turnmill.scaffolds.told import json_object
 _number = itertools.count()
 _TOLD = "turnmill" + "0" * 12
 """The name of instances as the model is told it: the same in every attempt, and as long as the real ones, for functions count letters."""
+_MOST_BITS = 50_000
+_MOST_PLACES = 10_000
+"""Of a number that is computed. More than 4,300 digits of a whole one Python does not write down."""
 
 
 class NoCall(ValueError):
@@ -43,7 +46,8 @@ class World:
         """A model's function call as the benchmark writes it: `name(key=value,...)`. Raises NoCall.
 
         The benchmark evaluates these as Python. So a name that is no method of the simulated classes is made one that
-        nothing has, whatever it means to Python, and keys must be plain names.
+        nothing has, whatever it means to Python, and keys must be plain names. A call that would compute for hours is
+        treated as such a name, for it would hold up all conversations.
         """
         name = str(function.get("name", ""))
         arguments = json_object(function.get("arguments"), strict=True)
@@ -52,7 +56,7 @@ class World:
         for word in (name, *arguments):
             if not word.isidentifier() or keyword.iskeyword(word):
                 raise NoCall(f"{word!r} is no name")
-        if name not in self._methods:
+        if name not in self._methods or _is_endless(arguments):
             name = f"no_function_{name}"
         return f"{name}({','.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
@@ -67,6 +71,15 @@ class World:
             long_context=self._entry.long_context,
         )
         return results, instances
+
+
+def _is_endless(arguments: dict[str, Any]) -> bool:
+    """Whether arithmetic with this would take too long: Python's numbers may have any size."""
+    base, exponent = arguments.get("base"), arguments.get("exponent")
+    if isinstance(base, int) and isinstance(exponent, int):
+        return base.bit_length() * exponent > _MOST_BITS
+    places = (arguments.get("precision"), arguments.get("decimal_places"))
+    return any(isinstance(one, int | float) and abs(one) > _MOST_PLACES for one in places)
 
 
 @contextmanager
