@@ -178,6 +178,7 @@ def test_good_calls_are_told_again_as_they_were() -> None:
     [
         (bash('{"command": "ls'), "not a JSON object", {"malformed": '{"command": "ls'}),
         (bash('["ls"]'), "not a JSON object", {"malformed": '["ls"]'}),
+        (bash('{"command": NaN}'), "not a JSON object", {"malformed": '{"command": NaN}'}),
         (bash("[" * 100_000), "not a JSON object", {"malformed": "[" * 100_000}),
         (bash(None), "not a JSON object", {"malformed": "None"}),
         (bash("{}"), 'no text "command"', {}),

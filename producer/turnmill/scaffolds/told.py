@@ -38,7 +38,7 @@ def json_object(given: Any, strict: bool = False) -> dict[str, Any] | None:
     models write them: what is meant is clear."""
     if isinstance(given, str):
         try:
-            given = json.loads(given, strict=strict)
+            given = json.loads(given, strict=strict, parse_constant=_no_number)
         except (ValueError, RecursionError):
             return None
     return given if isinstance(given, dict) else None
@@ -51,3 +51,8 @@ def _as_text(given: Any) -> str:
     if arguments is None:
         arguments = {"malformed": given if isinstance(given, str) else repr(given)}
     return json.dumps(arguments)
+
+
+def _no_number(name: str) -> None:
+    """`NaN` and `Infinity` are Python's own."""
+    raise ValueError(f"{name} is no JSON")
