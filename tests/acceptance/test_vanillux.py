@@ -61,7 +61,9 @@ SOLVED = {
         f"cat answer.txt; {SUBMIT}",
     ),
 }
-WRONG = ("echo 10.0.0.1 9 > answer.txt", "cat answer.txt", "true", "true", SUBMIT)
+WRONG = ("echo 10.0.0.1 9 > answer.txt", "cat answer.txt", "echo nearly", "true", SUBMIT)
+NEARLY = ("--hang-if", "nearly")
+"""No worker with this goes on after that command."""
 
 
 class Stage:
@@ -174,20 +176,22 @@ def test_tasks_are_solved_through_the_death_of_a_worker_and_of_the_producer(stag
         if fields["id"] == "access-log":
             prompt = f"{fields['prompt']} Guess."
             stage.task({**fields, "id": "guessed", "prompt": prompt}, *WRONG)
-    doomed = stage.worker("--latency", "0.25")
+    doomed = stage.worker("--latency", "0.25", *NEARLY)
     killed = stage.cli.start(*stage.line())
     until(lambda: len(stage.sandboxes()) == 4, "all have begun")
-    stage.worker("--latency", "0.25")
+    other = stage.worker("--latency", "0.25", *NEARLY)
     doomed.kill()
     until(lambda: stage.written() >= 16, "they go on without this worker")
     assert stage.sandboxes()
     killed.kill()
     killed.communicate()
+    other.kill()
     stage.are_gone()
     before = stage.written()
     ended = stage.results(name="replies.partial.jsonl")
     assert len(ended) < 4
 
+    stage.worker()
     report = stage.report()
     after = stage.results()
     assert graded(after) == {
@@ -229,13 +233,14 @@ def test_a_sandbox_is_made_again_and_what_comes_out_differently_is_said(stage: S
         'echo "$SAID ${PWD##*/} $(cat on)"; cat ../number',
         SUBMIT,
     )
-    stage.worker("--latency", "0.5")
+    hanging = stage.worker("--hang-if", "/work/deep")
     killed = stage.cli.start(*stage.line())
-    until(lambda: stage.written() >= 6, "three commands have been run")
+    until(lambda: stage.written() == 6, "three commands have been run")
     killed.kill()
     killed.communicate()
+    hanging.kill()
     stage.are_gone()
-    assert stage.written() < 8, "the fourth is run by the second attempt"
+    stage.worker()
     process = stage.cli(*stage.line())
     (result,) = stage.results().values()
     assert (result["ending"], result["score"]) == ("submitted", 1.0)
@@ -406,8 +411,8 @@ def test_unsafe_local_is_for_scaffolds_that_run_commands(on_farm: Cli, scaffold:
 
 def test_a_dry_run_starts_no_sandbox(stage: Stage) -> None:
     """But it tries whether one could be started."""
-    stage.task({"id": "a", "prompt": "A", "check": "true"}, "echo", "echo", "echo", SUBMIT)
-    stage.worker("--latency", "0.3")
+    stage.task({"id": "a", "prompt": "A", "check": "true"}, "echo nearly", SUBMIT)
+    hanging = stage.worker(*NEARLY)
     folder = Path(tempfile.mkdtemp(prefix="tm"))
     try:
         folder.chmod(0o755)
@@ -432,7 +437,9 @@ def test_a_dry_run_starts_no_sandbox(stage: Stage) -> None:
         until(lambda: stage.written() >= 2, "it has begun")
         killed.kill()
         killed.communicate()
+        hanging.kill()
         assert outlook()["conversations"]["begun"] == 1
+        stage.worker()
         stage.report()
         assert outlook()["conversations"]["complete"] == 1
     finally:
