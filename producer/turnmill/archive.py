@@ -100,7 +100,7 @@ class Archive:
                     raise UsageError(f"there is no run {run!r}")
                 return _archived(before, path)
             await self._holdings.check_over(run)
-            header = await self._header(run)
+            header = await self._header(run, before)
             if before and before.header.manifest and before.header.manifest != header.manifest:
                 raise ManifestChanged(
                     f"{path} is an archive of {run!r} with other settings: choose another file"
@@ -138,8 +138,9 @@ class Archive:
 
     # Writing
 
-    async def _header(self, run: str) -> Header:
+    async def _header(self, run: str, before: ArchiveFile | None) -> Header:
         keys = self._keys
+        earlier = (before.header.engines if before else None) or ()
 
         async def read() -> Header:
             manifest = await self._redis.get(keys.manifest(run))
@@ -149,7 +150,7 @@ class Archive:
                 run=run,
                 weight=(weight or b"1.0").decode(),
                 manifest=manifest and manifest.decode(),
-                engines=sorted(engine.decode() for engine in engines) or None,
+                engines=sorted({*earlier, *(engine.decode() for engine in engines)}) or None,
                 made=round(time.time(), 3),
             )
 

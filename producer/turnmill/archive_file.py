@@ -23,6 +23,7 @@ from pydantic_core import from_json
 
 from turnmill.errors import BadInput, RecordError, RunInUse
 from turnmill.files import writing
+from turnmill.queue import GREATEST_WEIGHT, LEAST_WEIGHT
 from turnmill.turn import explain
 from turnmill.wire import pack, unpack
 
@@ -34,7 +35,21 @@ _PRESET = 1
 
 def _decodes(text: Any) -> Any:
     if isinstance(text, dict):
+        if not text:
+            raise ValueError("neither text nor base64")
         base64.b64decode(text["base64"], validate=True)
+    return text
+
+
+def _is_weight(text: str) -> str:
+    # What is none would stop every worker's claims, of all runs.
+    if not LEAST_WEIGHT <= float(text) <= GREATEST_WEIGHT:
+        raise ValueError(f"must be a number from {LEAST_WEIGHT:g} to {GREATEST_WEIGHT:g}")
+    return text
+
+
+def _is_json(text: str) -> str:
+    from_json(text)
     return text
 
 
@@ -55,8 +70,8 @@ class Header(_Line):
 
     turnmill_archive: int = ARCHIVE_VERSION
     run: str
-    weight: str = "1.0"
-    manifest: str | None = None
+    weight: Annotated[str, Field(pattern=r"^[0-9.e+-]+$"), AfterValidator(_is_weight)] = "1.0"
+    manifest: Annotated[str, AfterValidator(_is_json)] | None = None
     engines: list[str] | None = None
     made: float
 
@@ -232,7 +247,8 @@ class ArchiveFile:
 
     def _read_lines(self) -> Iterator[ArchivedEffect | ArchivedTurn]:
         digest, turns, effects, size = hashlib.sha256(), 0, 0, 0
-        with lzma.open(self.path) as lines:
+        # An older format of LZMA takes zeros for one empty stream after the other.
+        with lzma.open(self.path, format=lzma.FORMAT_XZ) as lines:
             self.header = self._header_of(next(lines, b""))
             digest.update(self.header_line)
             size += len(self.header_line)

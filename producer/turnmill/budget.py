@@ -23,7 +23,7 @@ class FailureBudget:
         share = text.endswith("%")
         try:
             value = float(text[:-1]) / 100 if share else float(int(text))
-        except ValueError:
+        except (ValueError, OverflowError):
             value = -1.0
         if not value >= 0 or (share and value > 1):
             raise UsageError(

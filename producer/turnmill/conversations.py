@@ -7,29 +7,20 @@
 from __future__ import annotations
 
 import hashlib
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from turnmill import multi_if
 from turnmill.canonical import canonical
 from turnmill.csv_lines import read_csv
 from turnmill.lines import Loaded, check_id, read_lines
 from turnmill.turn import Message, Sampling, Tool
+from turnmill.wording import problems
 
 _MT_BENCH_ONLY: Final = {"question_id", "category", "reference"}
-_SHOWN_PROBLEMS: Final = 3
-_IN_OUR_WORDS: Final = {
-    "extra_forbidden": "unknown key",
-    "list_type": "must be a list",
-    "missing": "is missing",
-    "model_type": "must be an object",
-    "string_type": "must be a string",
-    "too_short": "must have at least one",
-}
 
 
 def _identifier(value: Any) -> str:
@@ -109,28 +100,8 @@ def _conversation(fields: dict[str, Any]) -> Conversation:
     try:
         return Conversation.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(_what(error, id_key)) from None
+        raise ValueError(problems(error, Conversation, {"id": id_key})) from None
 
 
 def _problem(text: str) -> PydanticCustomError:
     return PydanticCustomError("conversation", "{text}", {"text": text})
-
-
-def _what(error: ValidationError, id_key: str) -> str:
-    """The first problems of a line: which field, and what about it. `id_key` is what it calls its id."""
-    problems = error.errors(include_url=False, include_input=False)
-    texts = [_one_problem(problem, id_key) for problem in problems[:_SHOWN_PROBLEMS]]
-    if len(problems) > _SHOWN_PROBLEMS:
-        texts.append(f"and {len(problems) - _SHOWN_PROBLEMS} more")
-    return "; ".join(texts)
-
-
-def _one_problem(problem: ErrorDetails, id_key: str) -> str:
-    kind, steps = problem["type"], [str(step) for step in problem["loc"]]
-    steps = [id_key] if steps == ["id"] else steps
-    text = _IN_OUR_WORDS.get(kind, problem["msg"])
-    if kind == "extra_forbidden":
-        known = Sampling.model_fields if steps[0] == "sampling" else Conversation.model_fields
-        if close := get_close_matches(steps[-1], known, n=1):
-            text = f"{text}, did you mean {close[0]}?"
-    return f"{'.'.join(steps)}: {text}"

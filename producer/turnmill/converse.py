@@ -67,6 +67,8 @@ async def converse(
     finally:
         await session.close()
     # Whatever the scaffold made of it.
+    if _is_cancelled():
+        raise asyncio.CancelledError
     if session.cancelled is not None:
         ended = session.cancelled
     elif session.stopped or isinstance(ended, Stopped):
@@ -135,11 +137,16 @@ def _result(
 
 def _ends_the_run(error: BaseException) -> bool:
     if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
+        return _is_cancelled()
     if isinstance(error, TurnmillError):
         return not isinstance(error, TurnFailed | RecordError | UsageError)
     return isinstance(error, KeyboardInterrupt)
+
+
+def _is_cancelled() -> bool:
+    """Whether the run ends, and this conversation with it: the next attempt goes on."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _foremost(error: BaseException) -> BaseException:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnmill.errors import BadInput
-from turnmill.lines import ItemT, Loaded, Parsed, load, opened
+from turnmill.lines import ItemT, Loaded, Parsed, first_double, load, opened
 
 _LONGEST_CELL: Final = 1 << 30
 """Characters. The csv module's own limit is for the whole process, and too small for long prompts."""
@@ -23,7 +23,7 @@ def read_csv(
     skip_bad: bool = False,
 ) -> Loaded[ItemT]:
     """The items of a CSV file, as `lines.read_lines` has it: its rows are objects of text by column. Raises BadInput, too,
-    if the header has not all of `columns`."""
+    if the header has not all of `columns`, or where quoting is broken, also with `skip_bad`: rows may be anywhere from there."""
     name = str(path)
     with opened(name, path) as file:
         data = file.read()
@@ -40,19 +40,18 @@ def read_csv(
         raise BadInput(name, 1, f"not CSV: {error}") from None
     if missing := [column for column in columns if column not in header]:
         raise BadInput(name, 1, f"the header has no {', '.join(missing)}")
-    if double := [column for column in header if header.count(column) > 1]:
-        raise BadInput(name, 1, f"the column {double[0]!r} is there twice")
-    return load(name, _rows(rows, header), parse, skip_bad)
+    if (double := first_double(header)) is not None:
+        raise BadInput(name, 1, f"the column {double!r} is there twice")
+    return load(name, _rows(name, rows, header), parse, skip_bad)
 
 
-def _rows(rows: Any, header: list[str]) -> Iterator[Parsed]:
+def _rows(name: str, rows: Any, header: list[str]) -> Iterator[Parsed]:
     while True:
         number = rows.line_num + 1
         try:
             cells = next(rows, None)
-        except csv.Error as error:  # where the next row begins, nobody knows
-            yield number, partial(_refuse, f"not CSV: {error}")
-            return
+        except csv.Error as error:
+            raise BadInput(name, number, f"not CSV: {error}") from None
         if cells is None:
             return
         if cells:
@@ -63,7 +62,3 @@ def _by_column(cells: list[str], header: list[str]) -> dict[str, Any]:
     if len(cells) != len(header):
         raise ValueError(f"has {len(cells)} cells, and the header {len(header)}")
     return dict(zip(header, cells, strict=True))
-
-
-def _refuse(what: str) -> dict[str, Any]:
-    raise ValueError(what)

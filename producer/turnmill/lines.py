@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,7 +133,10 @@ def json_object(raw: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte {error.start + 1} of the line") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg}, column {error.colno}") from None
+        # Some of Python's texts end in "at", for a place that is to follow.
+        raise ValueError(
+            f"not JSON: {error.msg.removesuffix(' at')}, column {error.colno}"
+        ) from None
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
     if not isinstance(fields, dict):
@@ -144,10 +148,14 @@ def json_object(raw: bytes) -> dict[str, Any]:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        keys = [key for key, _ in pairs]
-        double = next(key for key in keys if keys.count(key) > 1)
+        double = first_double(key for key, _ in pairs)
         raise ValueError(f"the key {double!r} is there twice")
     return fields
+
+
+def first_double(names: Iterable[str]) -> str | None:
+    """The first of these names that is there more than once."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _integer(digits: str) -> int:

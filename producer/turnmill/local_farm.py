@@ -120,7 +120,9 @@ class WorkerProcess:
             started = asyncio.get_running_loop().time()
             code = await self._ended()
             if code == CONFIGURATION:
-                raise WorkerUnusable(f"{self.last_words()}, or set REDIS_URL to use workers elsewhere")
+                raise WorkerUnusable(
+                    f"{self.last_words()} (with REDIS_URL, workers elsewhere are used)"
+                )
             pause = pauses.after(asyncio.get_running_loop().time() - started)
             log.warning(
                 "the worker ended (%s): %s; it is started again in %g s. Its log: %s",
@@ -137,12 +139,13 @@ class WorkerProcess:
         return await asyncio.to_thread(self._process.wait)
 
     def last_words(self) -> str:
-        """The last line of the worker's log."""
+        """The last line of the worker's log, without a full stop."""
         try:
             lines = self.log_file.read_text(errors="replace").strip().splitlines()
         except OSError:
             return ""
-        return lines[-1].removeprefix("turnmill worker: ").removeprefix("Error: ") if lines else ""
+        last = lines[-1] if lines else ""
+        return last.removeprefix("turnmill worker: ").removeprefix("Error: ").rstrip(".")
 
     def stop(self) -> None:
         """Let it drain briefly, then end it."""

@@ -111,9 +111,11 @@ def _host() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in clock ticks since boot; empty if there is no such process."""
+    """When a process started, in clock ticks since boot; empty if there is none, or if it has ended and only its parent
+    does not know yet."""
     with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else fields[18]
     return ""
 
 

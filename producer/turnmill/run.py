@@ -103,6 +103,8 @@ class Run:
         self._asking = Asking(client, settings.again)
         self._engines = EnginesMet(client.store.redis, client.farm.keys, settings.name)
         self._met_some = False
+        self._all_stored: tuple[frozenset[EngineIdentity], int] | None = None
+        """With which engines, and which context, there was nothing to ask."""
         self._changed: EngineChanged | None = None
         self.progress = Progress(total=len(items) * settings.epochs)
         self._results: dict[tuple[str, int], ConversationResult] = {}
@@ -294,7 +296,9 @@ class Run:
         if not (self._met_some or self.settings.allow_mixed):
             changed = self._engines.changed(live)
             if changed is not None:
-                if await self._is_all_stored():
+                look = (frozenset(live), self._asking.context)
+                if look == self._all_stored or await self._is_all_stored():
+                    self._all_stored = look  # to go through all of it takes as long as the run
                     return
                 self._changed = changed
                 await self._client.cancel(self._client.waiting)

@@ -88,6 +88,13 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
+def check_run(name: str) -> str:
+    """The name, if a run may have it. Raises UsageError."""
+    if is_outside_runs(check_name(name, "run")):
+        raise UsageError(f"run {name!r}: names of this form are for turns outside a run")
+    return name
+
+
 def is_outside_runs(run: str) -> bool:
     """Whether this name is for what is asked outside a run."""
     return run == ADHOC or run.startswith(f"{ADHOC}.")

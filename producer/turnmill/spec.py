@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from turnmill import wording
 from turnmill.asking import Again
 from turnmill.budget import FailureBudget
 from turnmill.errors import BadInput, UsageError
@@ -21,7 +21,7 @@ from turnmill.manifest import written_options
 from turnmill.run_settings import RunSettings
 from turnmill.scaffolds.base import Scaffold
 from turnmill.scaffolds.finding import find, in_a_line
-from turnmill.settings import check_name, parse_duration
+from turnmill.settings import check_run, parse_duration
 from turnmill.turn import Sampling
 
 OWN_WORDS = "turnmill"
@@ -50,6 +50,13 @@ def _concurrency(text: str) -> int | None:
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise UsageError(f"concurrency {text!r}: auto, or a number of conversations")
     return int(text)
+
+
+def _keep(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except UsageError as error:
+        raise UsageError(f"keep: {error}") from None
 
 
 def _option(value: Any) -> Any:
@@ -83,7 +90,7 @@ class RunSpec(BaseModel):
     max_failures: Annotated[FailureBudget, _read_by(FailureBudget.parse, FailureBudget)] = (
         FailureBudget.parse("5%")
     )
-    keep: Annotated[float | None, _read_by(parse_duration, type(None))] = None
+    keep: Annotated[float | None, _read_by(_keep, type(None))] = None
     engine: str | None = None
     slots: Annotated[int, Field(ge=1)] | None = None
     engine_arguments: list[str] = []
@@ -119,17 +126,7 @@ def problems(error: ValidationError) -> list[str]:
 
 def problem(item: ErrorDetails, of: type[RunSpec] = RunSpec) -> str:
     """One of pydantic's errors in our words."""
-    steps = [str(step) for step in item["loc"]]
-    if item["type"] == OWN_WORDS:
-        return item["msg"]
-    text = {"missing": "is missing", "extra_forbidden": "unknown key"}.get(
-        item["type"], item["msg"]
-    )
-    if item["type"] == "extra_forbidden":
-        known = Sampling.model_fields if steps[0] == "sampling" else of.model_fields
-        if close := get_close_matches(steps[-1], known, n=1):
-            text = f"{text}, did you mean {close[0]}?"
-    return f"{'.'.join(steps)}: {text}"
+    return item["msg"] if item["type"] == OWN_WORDS else wording.problem(item, of)
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,8 @@ class Plan:
 
 def plan(name: str, spec: RunSpec, folder: Path, attempt: Attempt) -> Plan:
     """Find the scaffold of a run and read its input. Raises UsageError, BadInput among them."""
-    check_name(name, "run")
+    check_run(name)
+    _check_text(spec)
     scaffold = find(spec.scaffold, spec.set)
     loaded = _read(spec, scaffold)
     settings = RunSettings(
@@ -179,6 +177,19 @@ def plan(name: str, spec: RunSpec, folder: Path, attempt: Attempt) -> Plan:
     )
     items = _chosen(loaded.items, spec.limit, spec.shuffle)
     return Plan(spec, settings, folder, scaffold, items, loaded.bad)
+
+
+def _check_text(spec: RunSpec) -> None:
+    """A command line may have bytes that are no UTF-8: paths can have them, what is asked cannot."""
+    for what, value in (
+        ("model", spec.model),
+        ("served-name", spec.served_name),
+        ("stop", "".join(spec.sampling.stop or ())),
+    ):
+        try:
+            (value or "").encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{what} {value!r}: not UTF-8") from None
 
 
 def _read(spec: RunSpec, scaffold: Scaffold[Any]) -> Loaded[Item]:

@@ -192,9 +192,14 @@ class Store:
         return bool(await self.redis.hexists(self._keys.run(run), "stopped"))  # type: ignore[misc]
 
     async def manifest(self, run: str) -> dict[str, Any] | None:
+        """What a run was begun as; it names its `model`."""
         data = await self.redis.get(self._keys.manifest(run))
+        if data is None:
+            return None
         try:
-            manifest: dict[str, Any] | None = None if data is None else from_json(data)
+            manifest = from_json(data)
+            if not isinstance(manifest, dict) or not isinstance(manifest.get("model"), str):
+                raise ValueError("it names no model")
         except ValueError as error:
             raise RecordError(f"the manifest of run {run!r} cannot be read: {error}") from None
         return manifest

@@ -61,7 +61,7 @@ class Suite:
         for table in tables:
             if table not in there:
                 raise UsageError(
-                    f"{self.path}: there is no [{table}]; there are {', '.join(there)}"
+                    f"{self.path}: there is no [{table}]; there are [{'], ['.join(there)}]"
                 )
         plans, bad = [], []
         for run in self.runs:

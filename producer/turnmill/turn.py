@@ -30,7 +30,7 @@ HASH_VERSION = 1
 
 _MAX_EXACT_INT = 2**53 - 1
 
-_MOST_EXPLAINED = 1000
+MOST_EXPLAINED = 1000
 """Each wrong value costs a kilobyte to explain, and a hostile body has millions."""
 
 _CHAT_ONLY = ("tools", "tool_choice", "chat_template_kwargs")
@@ -75,7 +75,7 @@ class Sampling(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     ignore_eos: bool | None = None
@@ -184,7 +184,7 @@ def _wrong(text: str) -> PydanticCustomError:
 
 def explain(error: ValidationError) -> str:
     """A pydantic error as one line: where and what, without pydantic's own decoration."""
-    if error.error_count() > _MOST_EXPLAINED:
+    if error.error_count() > MOST_EXPLAINED:
         return f"{error.error_count()} values are wrong"
     parts = []
     for item in error.errors(include_url=False, include_context=False, include_input=False):
@@ -195,7 +195,7 @@ def explain(error: ValidationError) -> str:
 
 def first_field(error: ValidationError) -> str | None:
     """The top-level field of which a pydantic error speaks first, if it can be said."""
-    if error.error_count() > _MOST_EXPLAINED:
+    if error.error_count() > MOST_EXPLAINED:
         return None
     where = error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
     return str(where[0]) if where else None

@@ -68,6 +68,14 @@ async def exits(ask: Ask) -> None:
 
 
 @one
+async def ends_as_if_done(ask: Ask) -> Ended:
+    try:
+        return await fine(ask)
+    except BaseException as error:
+        return Ended(said("fine"), ending=f"gave up: {type(error).__name__}")
+
+
+@one
 async def cancels_itself(ask: Ask) -> None:
     task = asyncio.current_task()
     assert task is not None

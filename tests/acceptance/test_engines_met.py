@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from redis.asyncio import Redis
 from tests.acceptance.conftest import Cli
-from tests.processes import SimWorker, until
+from tests.processes import SimWorker, until, until_async
 
+from turnmill import Client
+from turnmill.conversations import Conversation
 from turnmill.engines_met import EnginesMet
-from turnmill.output import read_results
+from turnmill.output import RunFiles, read_results
+from turnmill.rehearsal import Outlook, Rehearsal
 from turnmill.reply import EngineIdentity
+from turnmill.run import Run, RunEnd
+from turnmill.run_settings import RunSettings
+from turnmill.scaffolds.base import Ask, Ended, Scaffold
+from turnmill.scaffolds.multi_turn_chat import multi_turn_chat
 from turnmill.settings import Farm
 
 Workers = Callable[..., SimWorker]
@@ -77,6 +86,53 @@ def test_a_resumed_run_does_not_go_on_with_another_engine(
     assert remembered(farm) == 0
 
 
+async def test_what_is_stored_is_gone_through_once(
+    farm: Farm, tmp_path: Path, worker: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether there is anything to ask of another engine: of a long run that takes as long as the run."""
+    looks = rehearsals = 0
+    look_around, look = Run._look_around, Rehearsal.look
+
+    async def counted(run: Run) -> None:
+        nonlocal looks
+        await look_around(run)
+        looks += 1
+
+    async def rehearse(rehearsal: Rehearsal) -> Outlook:
+        nonlocal rehearsals
+        rehearsals += 1
+        return await look(rehearsal)
+
+    async def drive(item: Conversation, ask: Ask) -> Ended:
+        async def seen() -> bool:
+            return rehearsals != 1 or not 0 < looks < 5
+
+        await until_async(seen, "the run has looked around some times")
+        return await multi_turn_chat.drive(item, ask)
+
+    monkeypatch.setattr("turnmill.run.STORE_SECONDS", 0.02)
+    monkeypatch.setattr("turnmill.run.REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr(Run, "_look_around", counted)
+    monkeypatch.setattr(Rehearsal, "look", rehearse)
+    items = [Conversation(id="c", turns=["a"])]
+    scaffold = Scaffold(drive, multi_turn_chat.read)
+
+    async def attempt() -> RunEnd:
+        async with Client(farm.url, namespace=farm.namespace, run="r", patience=None) as client:
+            with RunFiles(tmp_path / "r", "r") as files:
+                return await Run(RunSettings("r", "sim"), items, scaffold, client, files).drive()
+
+    first = await asyncio.to_thread(worker, *served("one"))
+    assert (await attempt()).report.asked == 1
+    first.kill()
+    await asyncio.to_thread(worker, *served("two"))
+    await until_async(lambda: asyncio.to_thread(_live_revisions, farm, ["two"]), "only two lives")
+    looks = 0
+    assert (await attempt()).report.from_store == 1
+    assert looks >= 5
+    assert rehearsals == 1
+
+
 def test_an_engine_that_comes_on_the_way_is_warned_about(on_farm: Cli, worker: Workers) -> None:
     on_farm.write([{"id": f"c{i}", "turns": ["a", "b"]} for i in range(40)])
     worker(*served("one"), "--slots", "1", sim=("--latency", "0.2"))
@@ -112,10 +168,16 @@ def test_another_engine_that_comes_first_stops_it(
     assert [result.outcome for result in ended] == ["completed"] * 3
 
 
-def _live(farm: Farm) -> list[bytes]:
+def _live(farm: Farm) -> list[str]:
     with redis.Redis.from_url(farm.url) as connection:
         ids = [raw.decode() for raw in connection.smembers(farm.keys.workers)]
         return [id for id in ids if connection.exists(farm.keys.worker(id))]
+
+
+def _live_revisions(farm: Farm, revisions: list[str]) -> bool:
+    with redis.Redis.from_url(farm.url) as connection:
+        records = connection.mget([farm.keys.worker(id) for id in _live(farm)])
+    return [json.loads(record)["revision"] for record in records if record] == revisions
 
 
 def _running(cli: Cli) -> int:

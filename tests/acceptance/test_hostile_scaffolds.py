@@ -97,6 +97,29 @@ def test_a_cancelled_run_ends_whatever_asks_again(
     assert json.loads(out)["outcomes"]["cancelled"] == 1
 
 
+def test_an_interrupted_conversation_has_not_ended(
+    on_farm: Cli, worker: Callable[..., SimWorker]
+) -> None:
+    """Whatever its scaffold says to that."""
+    first = worker(sim=("--latency", "60"))
+    on_farm.write([{"id": "a", "how": "ends_as_if_done"}])
+    process = on_farm.start(*line())
+
+    def asks() -> bool:
+        found = json.loads(on_farm("status", "--json").stdout)["runs"]
+        return bool(found and found[0]["total"])
+
+    until(asks, "it has asked")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (on_farm.folder / "runs/run/replies.partial.jsonl").read_text() == ""
+    first.kill()
+    worker()
+    run(on_farm)
+    assert results(on_farm)["a"]["ending"] == "fine"
+
+
 def test_a_second_signal_ends_what_blocks(on_farm: Cli, worker: Callable[..., SimWorker]) -> None:
     worker()
     on_farm.write([{"id": "a", "how": "blocks"}])
@@ -117,6 +140,8 @@ def test_what_redis_holds_of_a_run_may_be_garbage(
         connection.sadd(farm.keys.engines("run"), b'{"engine": 1}')
         said = on_farm(*line(), exits=3).stderr
         assert "run 'run': an engine that it has met cannot be read: " in said
-        connection.set(farm.keys.manifest("run"), b"{")
-        said = on_farm(*line(), exits=3).stderr
-        assert "the manifest of run 'run' cannot be read: " in said
+        for garbage in (b"{", b"[1]", b'{"v":1}'):
+            connection.set(farm.keys.manifest("run"), garbage)
+            for more in ((), ("--dry-run",)):
+                said = on_farm(*line(*more), exits=3).stderr
+                assert "the manifest of run 'run' cannot be read: " in said

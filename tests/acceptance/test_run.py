@@ -425,12 +425,26 @@ def test_a_worker_that_cannot_start_ends_the_run_with_its_own_words(alone: Cli) 
         (["--run", "r", "--max-failures", "200%"], "max-failures '200%'"),
         (["--run", "r", "--temperature", "-1"], "sampling.temperature: "),
         (["--run", "r", "--engine", "sim"], "REDIS_URL is set"),
+        (["--run", "adhoc"], "run 'adhoc': names of this form are for turns outside a run"),
+        (["--run", "r", "--model", "\udcff"], "model '\\udcff': not UTF-8"),
+        (["--run", "r", "--model", "m", "--stop", "\udcff"], "stop '\\udcff': not UTF-8"),
     ],
 )
 def test_wrong_options_are_one_line(on_farm: Cli, options: list[str], what: str) -> None:
     refused = on_farm("run", str(on_farm.conversations(1)), *options, exits=2).stderr
     assert what in refused
     assert len(refused.strip().splitlines()) == 1
+
+
+def test_names_are_shown_as_they_are(on_farm: Cli, worker: Workers) -> None:
+    model = "base:a:[/b]"
+    worker("--served-name", model)
+    source = on_farm.conversations(1)
+    done = on_farm("run", str(source), "--run", "r", "--model", model, "--out", "[/b]")
+    assert "[/b]/replies.jsonl, [/b]/report.json" in done.stdout
+    assert model in on_farm("status", COLUMNS="200").stdout
+    on_farm.write([{"id": "x:b:y", "turns": ["[/b]"]}] * 2, "bad.jsonl")
+    assert "id 'x:b:y' is taken" in on_farm("run", "bad.jsonl", "--run", "s", exits=2).stderr
 
 
 def test_a_wrong_password_is_permanent(

@@ -143,17 +143,20 @@ def test_a_scaffold_that_fails_fails_one_conversation(
     on_farm: Cli, dice: Any, fields: dict[str, Any], says: str
 ) -> None:
     on_farm.write([{"id": "d0"}, {"id": "d1", **fields}])
-    report = json.loads(_run(on_farm, dice("--json")))
+    out, err = _run(on_farm, dice("--json"))
+    # No turn failed for good: nothing is to be asked again.
+    assert "1 conversation failed; each line's error says why. The same command tries again." in err
+    report = json.loads(out)
     assert report["outcomes"] == {"completed": 1, "capped": 0, "failed": 1, "cancelled": 0}
     assert report["failures"] == {"scaffold": 1}
     assert results(on_farm)[1]["error"] == says
 
 
-def _run(cli: Cli, line: tuple[str, ...]) -> str:
+def _run(cli: Cli, line: tuple[str, ...]) -> tuple[str, str]:
     process = cli.start(*line)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    return out
+    return out, err
 
 
 def test_limit_and_shuffle(on_farm: Cli, dice: Any) -> None:

@@ -215,6 +215,16 @@ def test_without_a_farm_a_worker_stays_as_long_as_it_is_wanted(alone: Cli) -> No
     assert "run 'night-other' was begun with other model" in refused
 
 
+def test_what_a_worker_refuses_is_said_with_its_table(alone: Cli) -> None:
+    alone.conversations(3)
+    suite(alone, ALONE.replace("[a]", '[a]\nengine_arguments = ["--latencyy", "1"]'))
+    refused = alone("suite", "night.toml", exits=2).stderr.splitlines()[-1]
+    assert refused == (
+        "turnmill: night.toml: [a] engine sim: unrecognized arguments: --latencyy 1 "
+        "(with REDIS_URL, workers elsewhere are used)"
+    )
+
+
 def test_nothing_outlives_a_suite_that_is_killed(alone: Cli) -> None:
     alone.conversations(3)
     suite(alone, ALONE.replace("[a]", '[a]\nengine_arguments = ["--latency", "100"]'))

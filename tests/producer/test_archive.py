@@ -174,6 +174,20 @@ async def test_a_reply_in_the_file_replaces_a_failure(
     assert await by_hand.store.failure(h("a")) is None
 
 
+async def test_engines_of_redis_and_of_the_file(
+    by_hand: ByHand, archive: Archive, tmp_path: Path
+) -> None:
+    """What only an older file has may be from an engine that Redis no longer knows of."""
+    engines = by_hand.keys.engines("run")
+    for number in range(2):
+        await by_hand.redis.sadd(engines, f'{{"engine":"{number}"}}')
+        await by_hand.enqueue(f"turn {number}")
+        await by_hand.cancel()
+        await archive.archive("run", tmp_path / "f")
+        assert not await by_hand.redis.exists(engines)
+    assert ArchiveFile(tmp_path / "f").header.engines == ['{"engine":"0"}', '{"engine":"1"}']
+
+
 async def test_effects_of_redis_and_of_the_file(
     by_hand: ByHand, archive: Archive, tmp_path: Path
 ) -> None:
@@ -369,7 +383,9 @@ async def test_a_file_that_is_not_whole_is_refused_as_a_whole(
         "another effect": changed(1, b'"was":"', b'"was":" '),
         "an effect too far": lzma.compress(b"".join([lines[0], *lines[2:6], lines[1], *lines[6:]])),
         "no hash": changed(6, b'{"hash":"', b'{"hash":"x'),
+        "no text": changed(2, b'"was":"null"', b'"was":{}'),
         "something else": lzma.compress(b'{"v":1}\n'),
+        "zeros": bytes(1 << 20),
     }
     file = tmp_path / "bad"
     for what, data in bad.items():
@@ -382,6 +398,18 @@ async def test_a_file_that_is_not_whole_is_refused_as_a_whole(
     with pytest.raises(BadInput, match="No such file"):
         await archive.restore(tmp_path / "nowhere")
     assert (await archive.restore(good)).turns == 5
+
+
+@pytest.mark.parametrize(
+    "fields", [{"weight": "0"}, {"weight": "much"}, {"weight": "1_0"}, {"manifest": "no JSON"}]
+)
+def test_what_would_harm_a_farm_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    header = Header.model_construct(run="run", made=1.0, **fields)
+    with ArchiveWriter(tmp_path / "f", header) as writer:
+        writer.finish()
+        writer.publish()
+    with pytest.raises(BadInput, match=f":1: damaged: {next(iter(fields))}"):
+        ArchiveFile(tmp_path / "f")
 
 
 def test_the_file_is_that_of_the_documents(tmp_path: Path) -> None:

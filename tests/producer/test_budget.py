@@ -33,7 +33,8 @@ def test_the_budget(text: str, failed: int, ended: int, spent: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "%", "five", "-1", "-1%", "101%", "1.5", "nan", "nan%", "inf%", "5 %%", "1e9%"]
+    "text",
+    ["", "%", "five", "-1", "-1%", "101%", "1.5", "nan", "nan%", "inf%", "5 %%", "1e9%", "9" * 400],
 )
 def test_what_is_no_budget_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="max-failures"):

@@ -96,6 +96,7 @@ def test_a_very_long_line(file: Path) -> None:
     ("line", "what"),
     [
         ("nope", "not JSON: Expecting value, column 1"),
+        ('{"id": "a\tb"}', "not JSON: Invalid control character, column 10"),
         ('{"id": "a", "turns": ["x"]', "not JSON: Expecting ',' delimiter, column 27"),
         ([1], "must be a JSON object"),
         ({"id": "a"}, "turns: is missing"),
@@ -168,6 +169,19 @@ def test_what_is_wrong_is_said(file: Path, line: Any, what: str) -> None:
 def test_many_problems_of_one_line_are_cut_short(file: Path) -> None:
     what = problem(write(file, {**GOOD, **{f"key{n}": n for n in range(1000)}}))
     assert what.endswith("; and 997 more")
+
+
+def test_very_many_problems_of_one_line_are_counted(file: Path) -> None:
+    """Each costs a kilobyte to explain."""
+    assert problem(write(file, {"id": "a", "turns": [1] * 2000})) == "2000 values are wrong"
+
+
+def test_one_of_very_many_keys_twice(file: Path) -> None:
+    """To count each key by going through all of them takes minutes."""
+    keys = ",".join(f'"k{number}":0' for number in range(100_000))
+    file.write_text(f'{{{keys},"k99999":1}}\n')
+    with pytest.raises(BadLines, match="the key 'k99999' is there twice"):
+        read_conversations(file)
 
 
 def test_a_taken_id_names_the_first_line(file: Path) -> None:

@@ -307,10 +307,10 @@ async def test_turns_that_nobody_serves_are_bad_until_somebody_does(
 ) -> None:
     await by_hand.enqueue("a", "b")
     assert "turns wait for nobody: 2 of m" in doctor(farm=farm, exits=1)["queues"]["says"]
-    worker("--served-name", "m", "--slots", "1", sim=("--hang-if", ""))
+    worker("--served-name", "m", "--slots", "1", sim=("--hang-if", "", "--adapter", "sql"))
     checks = doctor(farm=farm)
     assert checks["queues"]["state"] == "ok"
-    assert checks["workers"]["says"] == "1: 1 of m"
+    assert checks["workers"]["says"] == "1: 1 of m, 1 of m:sql"
     assert checks["lease"]["says"].startswith("1 s")
 
 

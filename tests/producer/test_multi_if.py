@@ -131,6 +131,13 @@ def test_what_is_no_table(tmp_path: Path, text: str, says: str) -> None:
     assert str(caught.value).startswith(f"{path}{says}")
 
 
+def test_rows_behind_a_broken_quote_are_not_lost_unnoticed(tmp_path: Path) -> None:
+    path = as_csv(tmp_path / "m.csv", ROWS[:1])
+    path.write_text(path.read_text() + 'b,"open\nc,d\n')
+    with pytest.raises(BadInput, match=r":3: not CSV: "):
+        read_conversations(path, skip_bad=True)
+
+
 def test_a_row_of_json_without_a_key(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(json.dumps({"turn_1_prompt": prompt("x")}))

@@ -87,6 +87,24 @@ async def test_the_hold_of_a_killed_process_is_taken_over_at_once(
         assert not usurped.done()
 
 
+async def test_who_was_killed_holds_nothing_before_its_parent_knows(
+    client: Redis, farm: Farm, key: str
+) -> None:
+    """A container's first process may never look after children."""
+    holder = start_holder(farm, key)
+    try:
+        assert holder.stdout is not None
+        assert await asyncio.to_thread(holder.stdout.readline) == b"holds it\n"
+        holder.kill()
+        # It has ended, and stays a zombie.
+        await asyncio.to_thread(os.waitid, os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+        async with sole_producer(client, key, "run"):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
 async def test_a_process_number_that_came_back_is_not_taken_for_the_holder(
     client: Redis, key: str
 ) -> None:

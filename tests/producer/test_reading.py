@@ -106,6 +106,8 @@ async def test_what_is_missing_is_read_at_the_next_piece(
 
 async def test_a_slow_reader_gets_many_pieces_as_one(telling: Telling, listener: Listener) -> None:
     reading, beside = listener.open(h("a")), listener.open(h("b"))
+    await telling.say("a", "zero ")
+    await reads(reading, "zero ")  # when it has caught up, pieces come in the stream's order
     for word in ("one ", "two ", "three"):
         await telling.say("a", word)
     await telling.say("b", "last")

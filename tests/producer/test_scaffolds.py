@@ -76,7 +76,8 @@ def test_by_module(module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("nothing", {}, "'nothing' is unknown; there are .*multi_turn_chat"),
+        ("nothing", {}, "'nothing' is unknown; there are .*multi_turn_chat.*ATTRIBUTE$"),
+        ("vanilux", {}, r"MODULE:ATTRIBUTE; did you mean vanillux\?"),
         ("multi_turn_chat", {"steps": "3"}, "takes no options"),
         ("nowhere_at_all:x", {}, "cannot be imported: No module named 'nowhere_at_all'"),
         ("MODULE:nothing", {}, "cannot be imported: .*nothing"),
@@ -152,7 +153,7 @@ def test_plain_lines(tmp_path: Path) -> None:
     assert (one.id, two.id, two.fields["x"]) == ("a", "7", 1)
     assert one.digest != two.digest
     file.write_text('{"x": 1}\n{"id": "a"}\n{"id": "a"}\n')
-    with pytest.raises(BadLines, match=r"(?s):1: id: must be.*:3: id 'a' is taken by line 2"):
+    with pytest.raises(BadLines, match=r"(?s):1: id: is missing.*:3: id 'a' is taken by line 2"):
         read_plain(str(file))
     file.write_text('{"id": "a\\nb"}\n{"id": " "}\n{"id": true}\n')
     with pytest.raises(BadLines, match=r"(?s):1: id: must be one line.*:2: id: must not be empty"):

@@ -91,7 +91,7 @@ def test_plans_are_of_the_named_runs_in_the_files_order(folder: Path) -> None:
     assert (one.settings.again, one.settings.extend) == (frozenset(["failed"]), True)
     assert [item.id for item in one.items] == ["a"]
     assert len(found.plan([], Path("out"), attempt)) == 3
-    with pytest.raises(UsageError, match=r"there is no \[d\]; there are a, b, c"):
+    with pytest.raises(UsageError, match=r"there is no \[d\]; there are \[a\], \[b\], \[c\]"):
         found.plan(["a", "d"], Path("out"), attempt)
 
 
@@ -128,10 +128,10 @@ def test_all_that_is_wrong_is_said_with_table_and_key(folder: Path) -> None:
         "[defaults] epochs: Input should be greater than or equal to 1",
         "[one] concurrency 'many': auto, or a number of conversations",
         "[one] temprature: unknown key",
-        "[two] data: Input should be a valid string",
+        "[two] data: must be a string",
         "[two] max-failures '200%': a number of conversations, or a share like 5%",
-        "[two] duration 'soon': a number above 0 and s, m, h or d, for example 7d",
-        "[two] engine_arguments.1: Input should be a valid string",
+        "[two] keep: duration 'soon': a number above 0 and s, m, h or d, for example 7d",
+        "[two] engine_arguments.1: must be a string",
         "[three] data: is missing",
     ]
 
@@ -147,6 +147,7 @@ def test_all_that_is_wrong_is_said_with_table_and_key(folder: Path) -> None:
         ('["a b"]\ndata = "x"\n', "[a b] run 'nightly-a b': "),
         ('[a]\ndata="x"\nrun="r"\n[b]\ndata="x"\nrun="r"\n', "[b] run: 'r' is the run of [a] alr"),
         ("[defaults]\nsampling = 3\n[a]\ndata = 'x'\n", "[defaults] sampling: "),
+        ("[a]\ndata = 'x'\nsampling = {logit_bias = {5 = nan}}\n", "[a] sampling.logit_bias.5: "),
     ],
 )
 def test_one_thing_wrong(folder: Path, text: str, says: str) -> None:

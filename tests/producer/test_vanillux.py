@@ -66,10 +66,18 @@ def test_folders_of_a_line_are_beside_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ({"id": "a"}, "prompt: Field required"),
+        ({"id": "a"}, "prompt: is missing"),
+        (
+            {"id": "a", "promt": "x"},
+            "prompt: is missing; promt: unknown key, did you mean prompt?",
+        ),
+        (
+            {"id": "a", "prompt": "x", "files": {"f": 3}},
+            "files: must be texts by their names, or the name of a folder",
+        ),
         ({"id": "a", "prompt": ""}, "prompt: .*at least 1 character"),
         ({"id": True, "prompt": "x"}, "id: "),
-        ({"id": "a", "prompt": "x", "cheque": "y"}, "cheque: Extra inputs"),
+        ({"id": "a", "prompt": "x", "cheque": "y"}, "cheque: unknown key"),
         ({"id": "a", "prompt": "x", "digest": "y"}, "digest: unknown key"),
         ({"id": "a", "prompt": "x", "files": "nowhere"}, "files: .*nowhere is no folder"),
         ({"id": "a", "prompt": "x", "files": {"../y": ""}}, "files: '../y' is no name of a file"),
@@ -91,7 +99,9 @@ def test_folders_that_are_no_tasks(tmp_path: Path) -> None:
     a_folder(tmp_path / "a", "prompt = ")
     a_folder(tmp_path / "b", "[]", "task.json")
     a_folder(tmp_path / "c", 'prompt = "x"')
-    with pytest.raises(BadLines, match=r"(?s)a/task\.toml: Invalid.*b/task\.json: must be a JSON"):
+    with pytest.raises(
+        BadLines, match=r"(?s)a/task\.toml: not TOML: Invalid.*b/task\.json: must be a JSON"
+    ):
         read_tasks(str(tmp_path))
     loaded = read_tasks(str(tmp_path), skip_bad=True)
     assert [task.id for task in loaded.items] == ["c"]
@@ -168,6 +178,7 @@ def test_good_calls_are_told_again_as_they_were() -> None:
     [
         (bash('{"command": "ls'), "not a JSON object", {"malformed": '{"command": "ls'}),
         (bash('["ls"]'), "not a JSON object", {"malformed": '["ls"]'}),
+        (bash('{"command": NaN}'), "not a JSON object", {"malformed": '{"command": NaN}'}),
         (bash("[" * 100_000), "not a JSON object", {"malformed": "[" * 100_000}),
         (bash(None), "not a JSON object", {"malformed": "None"}),
         (bash("{}"), 'no text "command"', {}),
@@ -196,7 +207,9 @@ def test_line_breaks_inside_of_strings_are_understood() -> None:
 
 
 def test_every_call_has_an_id_of_its_own() -> None:
-    raw = [{"id": id, "function": bash('{"command": "ls"}')} for id in ("x", "x", "", None)]
+    raw = [
+        {"id": id, "function": bash('{"command": "ls"}')} for id in ("call_1", "call_1", "", None)
+    ]
     message, calls = understand(Message(role="assistant", content=None, tool_calls=raw))
     ids = [call.id for call in calls]
     assert len(set(ids)) == 4

@@ -100,6 +100,13 @@ async def test_the_folder_before_is_kept(box: Box) -> None:
     assert (await box.prints("cd - > /dev/null; echo ${PWD##*/}")) == "notes\n"
 
 
+async def test_what_is_kept_needs_nothing_of_the_command(box: Box) -> None:
+    """Not its PATH, and not the functions it has defined."""
+    await box("cd notes; export WAS=$PATH PATH=/nowhere; printf() { :; }; export() { :; }")
+    assert await box.prints('echo "${PWD##*/} $PATH"; export PATH=$WAS') == "notes /nowhere\n"
+    assert await box("cat today.txt") == ran("grüße\n")
+
+
 async def test_a_folder_that_is_gone_is_left(box: Box) -> None:
     await box("mkdir deep && cd deep && rmdir ../deep")
     assert await box.prints("echo ${PWD##*/}") == "work\n"
@@ -122,6 +129,17 @@ async def test_both_streams_in_their_order(box: Box) -> None:
     assert await box("echo a; echo b >&2; echo c; exit 2") == ran("a\nb\nc\n", 2)
 
 
+async def test_output_has_names_too(box: Box) -> None:
+    assert await box("echo a > /dev/stdout; echo b | tee /dev/stderr") == ran("a\nb\nb\n")
+
+
+async def test_what_reads_its_own_output_is_refused(bubblewrap: Box) -> None:
+    """Or it would read away the end of what follows."""
+    await bubblewrap("tail -f /dev/stdout > /tmp/read & sleep 0.1")
+    assert "Permission denied" in await bubblewrap.prints("cat /dev/stdout")
+    assert await bubblewrap("echo on; cat /tmp/read") == ran("on\n")
+
+
 async def test_long_and_binary_output_is_cut(box: Box) -> None:
     cut = await box.prints("seq 1000000")
     head, mark, tail = cut.partition("\n[... 6878896 characters left out ...]\n")
@@ -137,6 +155,30 @@ async def test_long_and_binary_output_is_cut(box: Box) -> None:
 async def test_what_prints_without_end_is_killed(box: Box) -> None:
     flood = await box("yes")
     assert (flood["killed"], flood["exit"]) == ("output", 137)
+    assert await box("echo on") == ran("on\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ("set -x; echo hi", "++ echo hi\nhi\n"),
+        ("set -v; echo hi", "hi\n"),
+        ("set -x; exit", "++ exit\n"),
+        ("trap 'echo trapped' DEBUG; echo hi", "trapped\nhi\n"),
+        ("trap 'echo bye >&2' EXIT; echo hi", "hi\nbye\n"),
+        ("--help", "--help: command not found\n"),
+    ],
+)
+async def test_only_the_command_is_seen(bubblewrap: Box, command: str, printed: str) -> None:
+    """Nothing of the shell that runs it: or who traces a command could not submit in it."""
+    assert (await bubblewrap.prints(command)).endswith(printed)
+    assert "vanillux" not in await bubblewrap.prints(command)
+
+
+@pytest.mark.parametrize("command", ["echo 'open", "echo $(", "}", "cat <<'END'\nopen"])
+async def test_what_is_left_open_is_an_error_of_one_command(box: Box, command: str) -> None:
+    assert "END" in command or (await box(command))["exit"] == 2
+    assert "vanillux" not in await box.prints(command)
     assert await box("echo on") == ran("on\n")
 
 

@@ -17,6 +17,7 @@ import click
 import uvloop
 from redis.exceptions import RedisError
 
+from turnmill.cli.engine_arguments import WithEngine
 from turnmill.errors import UsageError
 from turnmill.settings import Farm
 from turnmill_worker.bench import Bench, Station
@@ -32,7 +33,7 @@ log = logging.getLogger("turnmill.worker")
 CONFIGURATION = 2
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command(cls=WithEngine)
 @click.option("--engine", "engine_name", required=True, type=click.Choice(sorted(ENGINES)))
 @click.option("--model", help="Path or id of the model.")
 @click.option("--served-name", help="The name that turns ask for. [the model's]")

@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from rich.table import Table
 
 from turnmill.cli.common import Work, a_farm, emit, err, execute, terminal
+from turnmill.cli.engine_arguments import WithEngine
 from turnmill.settings import Farm
 from turnmill_worker.drill import Drill, DrillReport, DrillSettings
 from turnmill_worker.engines import ENGINES
@@ -24,7 +25,7 @@ _DEFAULT = DrillSettings()
 _POSITIVE = click.IntRange(min=1)
 
 
-@click.command()
+@click.command(cls=WithEngine)
 @click.option("--turns", type=click.IntRange(1, 20_000), default=_DEFAULT.turns, show_default=True)
 @click.option(
     "--tokens",

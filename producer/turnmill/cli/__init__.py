@@ -28,7 +28,7 @@ from turnmill.cli.worker import worker
 @click.version_option(package_name="turnmill")
 @click.option("--verbose", "-v", is_flag=True, help="Say more.")
 def cli(verbose: bool) -> None:
-    """A durable queue of conversation turns in front of one inference engine."""
+    """A durable queue of conversation turns in front of inference engines."""
     handler: logging.Handler = logging.StreamHandler()  # a log file wants whole lines
     if err.is_terminal:
         handler = RichHandler(console=err, show_path=False, show_time=False, markup=False)

@@ -57,7 +57,7 @@ def archive(
             line += f"; {done.dropped} answers freed"
         if done.left:
             line += f"; {done.left} turns changed meanwhile and stay: the same command takes them"
-        terminal.print(line, markup=False, soft_wrap=True)
+        terminal.print(line, soft_wrap=True)
         return 0
 
     execute(prepare)
@@ -87,7 +87,6 @@ def restore(
         line = f"run {done.run}: {done.turns} turns{effects} are back"
         terminal.print(
             line + (f"; of the turns, {there} were there or have no answer" if there else ""),
-            markup=False,
             soft_wrap=True,
         )
         return 0

@@ -46,16 +46,15 @@ def cancel(
                 )
             )
         elif not before.open:
-            terminal.print(f"run {run}: no turn is open", markup=False, soft_wrap=True)
+            terminal.print(f"run {run}: no turn is open", soft_wrap=True)
         elif waits_for:
             terminal.print(
                 f"run {run}: its {before.open} open turns are marked, and none of them will begin; no worker of "
                 f"{', '.join(waits_for)} lives, the next one will clear them",
-                markup=False,
                 soft_wrap=True,
             )
         else:
-            terminal.print(f"run {run}: {cancelled} turns cancelled", markup=False, soft_wrap=True)
+            terminal.print(f"run {run}: {cancelled} turns cancelled", soft_wrap=True)
         return 0
 
     execute(lambda: work)

@@ -36,8 +36,9 @@ class _Terminal(Console):
         raise BrokenPipeError
 
 
-terminal = _Terminal(highlight=False)
-err = _Terminal(stderr=True, highlight=False)
+# Names are anybody's: what looks like rich's markup or emoji in them (`base:a:b`) is neither.
+terminal = _Terminal(highlight=False, markup=False, emoji=False)
+err = _Terminal(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 Work = Callable[[], Awaitable[int]]
@@ -101,7 +102,6 @@ def say_how_to_join(farm: Farm) -> None:
     )
     err.print(
         f"no REDIS_URL: an embedded server, which starts no worker. One joins with REDIS_URL={farm.url}{namespace}",
-        markup=False,
         soft_wrap=True,
     )
 
@@ -141,7 +141,7 @@ def emit(line: str) -> None:
 
 
 def _complain(error: Exception, code: int) -> int:
-    err.print(f"turnmill: {error}", markup=False, soft_wrap=True)
+    err.print(f"turnmill: {error}", soft_wrap=True)
     return code
 
 

@@ -91,7 +91,7 @@ async def a_place(
 
 def say_left_out(plan: Plan) -> None:
     for bad in plan.left_out:
-        err.print(f"left out: {bad}", markup=False, soft_wrap=True)
+        err.print(f"left out: {bad}", soft_wrap=True)
 
 
 async def drive(plan: Plan, place: Place) -> RunEnd:
@@ -186,7 +186,7 @@ async def _show_while(a_run: Run, name: str) -> RunEnd:
         while not driving.done():
             await asyncio.wait({driving}, timeout=LINE_SECONDS)
             if not driving.done():
-                err.print(display.progress_line(a_run.progress), markup=False, soft_wrap=True)
+                err.print(display.progress_line(a_run.progress), soft_wrap=True)
         return await driving
     finally:
         await end_tasks([driving])

@@ -21,7 +21,7 @@ from turnmill.children import parent_death_signal
 from turnmill.cli.common import a_farm, err, execute, redis_options, say_how_to_join, with_options
 from turnmill.cli.serve import need_gateway
 from turnmill.errors import UsageError
-from turnmill.settings import check_name, is_outside_runs
+from turnmill.settings import check_run
 
 LOOPBACK = "127.0.0.1"
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -54,8 +54,7 @@ def exec_(
     store what it was answered before. `turnmill exec RUN -- COMMAND ...`; exits with the command's code."""
 
     async def work() -> int:
-        if is_outside_runs(check_name(run, "run")):
-            raise UsageError(f"run {run!r}: names of this form are for turns outside a run")
+        check_run(run)
         async with _gateway(url, api_key, redis_url, namespace, data) as (base, key):
             attempt = f"{base}/runs/{run}/attempts/{secrets.token_hex(6)}"
             code = await _run(command, f"{attempt}/v1", key)
@@ -102,7 +101,7 @@ async def _run(command: tuple[str, ...], base: str, key: str) -> int:
             *command, env=_environment(base, key), preexec_fn=ends_with_us
         )
     except OSError as error:
-        err.print(f"turnmill: {command[0]}: {error.strerror}", markup=False, soft_wrap=True)
+        err.print(f"turnmill: {command[0]}: {error.strerror}", soft_wrap=True)
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
     loop = asyncio.get_running_loop()
 
@@ -162,7 +161,7 @@ async def _report(attempt: str, key: str, as_json: bool) -> None:
         problem = str(error) if isinstance(error, OSError | HTTPException) else "no gateway answers"
         said = f"turnmill: the attempt cannot be reported: {' '.join(problem.split())}"
     with suppress(OSError):  # nobody reads it
-        err.print(said, markup=False, soft_wrap=True)
+        err.print(said, soft_wrap=True)
 
 
 def _counts(attempt: str, key: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def forget(
             emit(to_json({"runs": of_runs, "answers": answers}).decode())
         else:
             for line in (*map(_of_run, of_runs), *map(_of_answer, answers)):
-                terminal.print(line, markup=False, soft_wrap=True)
+                terminal.print(line, soft_wrap=True)
         return 0
 
     execute(prepare)

@@ -40,7 +40,7 @@ def add(
         if allowed and not all(allowed):
             raise UsageError(f"--models {models!r}: names of models, with commas between")
         emit(await api_keys.add(name, allowed, max_queued))
-        err.print("Keep it: only its SHA-256 is stored.", markup=False)
+        err.print("Keep it: only its SHA-256 is stored.")
         return 0
 
     _on_farm(work, redis_url, namespace, data)

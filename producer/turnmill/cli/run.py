@@ -9,7 +9,7 @@ import click
 from pydantic import ValidationError
 
 from turnmill import display
-from turnmill.asking import Again
+from turnmill.asking import LASTING, Again
 from turnmill.cli.common import (
     BUDGET_SPENT,
     CANCELLED,
@@ -22,10 +22,11 @@ from turnmill.cli.common import (
     with_options,
 )
 from turnmill.cli.driving import a_place, attempt_options, drive, look_ahead, say_left_out
+from turnmill.cli.engine_arguments import WithEngine
 from turnmill.errors import UsageError
 from turnmill.output import PARTIAL, REPLIES
 from turnmill.run import RunEnd
-from turnmill.scaffolds.finding import takes
+from turnmill.scaffolds.finding import OWN, takes
 from turnmill.spec import Attempt, Plan, RunSpec, plan, problems
 from turnmill.turn import Sampling
 
@@ -44,13 +45,13 @@ _sampling_options = [
 ]
 
 
-@click.command()
+@click.command(cls=WithEngine)
 @click.argument("file")
 @click.option(
     "--scaffold",
     default="multi_turn_chat",
     show_default=True,
-    help="What drives the conversations: a name, or MODULE:ATTRIBUTE.",
+    help=f"What drives the conversations: {', '.join(OWN)}, another that is installed, or MODULE:ATTRIBUTE.",
 )
 @click.option(
     "--set",
@@ -193,11 +194,14 @@ def _report(end: RunEnd, folder: Path, as_json: bool) -> int:
             )
         name = PARTIAL if end.unfinished else REPLIES
         terminal.print(f"{folder / name}, {folder / 'report.json'}", soft_wrap=True)
-    failed = end.report.outcomes.failed
-    if failed:
+    if failed := end.report.outcomes.failed:
+        how = (
+            "What failed for good is asked again with --again failed."
+            if LASTING & end.report.failures.keys()
+            else "The same command tries again."
+        )
         err.print(
-            f"{failed} conversation{'s' * (failed != 1)} failed; each line's error says why. What failed for good is asked again "
-            "with --again failed.",
+            f"{failed} conversation{'s' * (failed != 1)} failed; each line's error says why. {how}",
             soft_wrap=True,
         )
     if end.cancelled:

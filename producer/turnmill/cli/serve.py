@@ -104,7 +104,7 @@ def serve(
                 keep=keep,
             )
             async with serving(settings, bound, drain=drain) as task:
-                err.print(f"serving on {url_of(bound)}/v1", markup=False, soft_wrap=True)
+                err.print(f"serving on {url_of(bound)}/v1", soft_wrap=True)
                 if not redis_url:
                     say_how_to_join(farm)
                 with suppress(asyncio.CancelledError):  # SIGTERM is how a server ends

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from turnmill.cli.driving import (
     look_ahead,
     say_left_out,
 )
+from turnmill.errors import BadInput, UsageError
 from turnmill.run import RunEnd
 from turnmill.spec import Attempt, Plan
 from turnmill.suite import read_suite
@@ -77,16 +80,20 @@ def suite(
 
     async def work(suite_name: str, plans: list[tuple[str, Plan]]) -> int:
         async with a_place(redis_url, namespace, data) as place:
-            for _, plan in plans:
-                await check(plan, place)
+            for table, plan in plans:
+                with _its_table(file, table):
+                    await check(plan, place)
             if dry_run:
-                outlooks = [(table, await look_ahead(plan, place)) for table, plan in plans]
+                outlooks = []
+                for table, plan in plans:
+                    with _its_table(file, table):
+                        outlooks.append((table, await look_ahead(plan, place)))
                 if as_json:
                     _emit(suite_name, [(t, {"outlook": o.model_dump()}) for t, o in outlooks])
                 else:
                     terminal.print(Group(*(display.outlook_table(one) for _, one in outlooks)))
                 return 0
-            ends = await _drive_all(plans, place)
+            ends = await _drive_all(file, plans, place)
         if as_json:
             _emit(suite_name, [(table, _end(end)) for table, end in ends])
         else:
@@ -96,17 +103,29 @@ def suite(
     execute(prepare)
 
 
-async def _drive_all(plans: list[tuple[str, Plan]], place: Place) -> list[tuple[str, RunEnd]]:
+async def _drive_all(
+    file: Path, plans: list[tuple[str, Plan]], place: Place
+) -> list[tuple[str, RunEnd]]:
     """How the runs ended; none is driven after one that was cancelled."""
     ends: list[tuple[str, RunEnd]] = []
     for number, (table, plan) in enumerate(plans, start=1):
-        err.print(f"run {plan.name} ({number} of {len(plans)})", markup=False, soft_wrap=True)
-        end = await drive(plan, place)
-        err.print(display.end_line(end), markup=False, soft_wrap=True)
+        err.print(f"run {plan.name} ({number} of {len(plans)})", soft_wrap=True)
+        with _its_table(file, table):
+            end = await drive(plan, place)
+        err.print(display.end_line(end), soft_wrap=True)
         ends.append((table, end))
         if end.cancelled:
             break
     return ends
+
+
+@contextlib.contextmanager
+def _its_table(file: Path, table: str) -> Iterator[None]:
+    """What a run refuses is said with its table."""
+    try:
+        yield
+    except UsageError as error:
+        raise BadInput(str(file), 0, f"[{table}] {error}") from error
 
 
 def _code(ends: list[RunEnd]) -> int:
@@ -114,7 +133,7 @@ def _code(ends: list[RunEnd]) -> int:
         err.print("A run was cancelled. The same command goes on from here.")
         return CANCELLED
     if spent := [end.report.run for end in ends if end.budget_spent]:
-        err.print(f"The failure budget is spent: {', '.join(spent)}.", markup=False, soft_wrap=True)
+        err.print(f"The failure budget is spent: {', '.join(spent)}.", soft_wrap=True)
         return BUDGET_SPENT
     return 0
 

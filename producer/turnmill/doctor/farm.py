@@ -75,11 +75,12 @@ async def lease(redis: Redis, keys: Keys) -> Check:
 def serving(workers: list[WorkerInfo]) -> Check:
     if not workers:
         return Check("workers", "ok", "none lives")
+    processes = {(worker.host, worker.pid) for worker in workers}  # one serves its adapters, too
     models = Counter(worker.model for worker in workers)
     each = some([f"{count} of {model}" for model, count in sorted(models.items())])
     draining = sum(worker.state == "draining" for worker in workers)
     return Check(
-        "workers", "ok", f"{len(workers)}: {each}" + (f"; {draining} drain" if draining else "")
+        "workers", "ok", f"{len(processes)}: {each}" + (f"; {draining} drain" if draining else "")
     )
 
 

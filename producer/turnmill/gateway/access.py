@@ -13,7 +13,7 @@ from turnmill.api_keys import ApiKey, ApiKeys
 from turnmill.errors import UsageError
 from turnmill.gateway.errors import ApiError, refused
 from turnmill.gateway.settings import GatewaySettings
-from turnmill.settings import ADHOC, check_name, is_outside_runs
+from turnmill.settings import ADHOC, check_name, check_run
 
 KNOWN_SECONDS = 5.0
 """For how long a key that was found is not looked up again: so long a revoked one may still ask."""
@@ -87,15 +87,14 @@ class Access:
     async def enter(self, key: ApiKey | None, run: str | None, attempt: str | None) -> None:
         """See that the key may ask in this run."""
         try:
-            for name, what in ((run, "run"), (attempt, "attempt")):
-                if name is not None:
-                    check_name(name, what)
+            if run is not None:
+                check_run(run)
+            if attempt is not None:
+                check_name(attempt, "attempt")
         except UsageError as error:
             raise refused(None, str(error), "bad_name") from None
         if run is None and attempt is not None:
             raise refused(None, f"attempt {attempt!r} of no run", "bad_name")
-        if run is not None and is_outside_runs(run):
-            raise refused(None, f"run {run!r}: names of this form are for turns outside a run")
         if key is not None and run is not None:
             owner = await self._redis.hget(self._keys.run(run), "owner")  # type: ignore[misc]
             _check_owner(run, owner, key)

@@ -87,8 +87,10 @@ def read_plain(source: str, skip_bad: bool = False) -> Loaded[Line]:
 
 def plain_line(fields: dict[str, Any]) -> Line:
     """Raises ValueError for an object without an `id`."""
+    if "id" not in fields:
+        raise ValueError("id: is missing")
     try:
-        return Line(check_id(fields.get("id")), fields)
+        return Line(check_id(fields["id"]), fields)
     except ValueError as error:
         raise ValueError(f"id: {error}") from None
 

@@ -6,6 +6,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,10 @@ def _point(name: str) -> EntryPoint:
         return EntryPoint(name, value, GROUP)
     points = list(entry_points(group=GROUP, name=name))
     if not points:
+        known = names()
+        meant = "".join(f"; did you mean {one}?" for one in get_close_matches(name, known, n=1))
         raise UsageError(
-            f"scaffold {name!r} is unknown; there are {', '.join(names())}, or MODULE:ATTRIBUTE"
+            f"scaffold {name!r} is unknown; there are {', '.join(known)}, or MODULE:ATTRIBUTE{meant}"
         )
     if len({point.value for point in points}) > 1:
         raise UsageError(f"scaffold {name!r}: several packages have one of this name")

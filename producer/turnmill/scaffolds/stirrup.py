@@ -16,6 +16,7 @@ from typing import Any
 from turnmill.errors import UsageError
 from turnmill.reply import Reply
 from turnmill.scaffolds.base import Ask, Ended, Line, Loaded, Scaffold, plain_line, read_lines
+from turnmill.scaffolds.told import told_again
 from turnmill.turn import Message, Sampling, Tool
 
 try:
@@ -92,7 +93,7 @@ class QueueClient:
 
 
 def _messages(said: list[Any]) -> list[Message]:
-    return [Message.model_validate(message) for message in to_openai_messages(said)]
+    return [told_again(Message.model_validate(message)) for message in to_openai_messages(said)]
 
 
 def _blocks(reply: Reply) -> list[Any]:
@@ -102,11 +103,13 @@ def _blocks(reply: Reply) -> list[Any]:
         blocks.append(ReasoningBlock(content=message.reasoning_content))
     if isinstance(message.content, str) and message.content:
         blocks.append(TextBlock(text=message.content))
-    for call in message.tool_calls or ():
+    # Ids of their own: effects are found again by them, and stirrup makes up one for a call without.
+    again = told_again(message).tool_calls
+    for call, told in zip(message.tool_calls or (), again or (), strict=True):
         function = call["function"]
         blocks.append(
             ToolCall.from_provider(
-                provider_id=call["id"],
+                provider_id=told["id"],
                 name=function["name"],
                 arguments=function.get("arguments") or "",
             )

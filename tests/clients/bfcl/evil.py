@@ -1,4 +1,4 @@
-"""Calls that would open a file, if they were run as they are."""
+"""Calls that would open a file, or take for ever, if they were run as they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ NOT_CALLS = [
     {"name": "lambda", "arguments": "{}"},
     {"name": "ls", "arguments": "[1]"},
     {"name": "ls", "arguments": "{"},
+    {"name": "ls", "arguments": "[" * 100_000},
 ]
+ENDLESS = {
+    "power": {"base": 9, "exponent": 10**9},
+    "square_root": {"number": 2, "precision": 10**9},
+    "logarithm": {"value": 2, "base": 10, "precision": 1e9},
+    "round_number": {"number": 5, "decimal_places": -(10**9)},
+}
 
 with world(read("base").items[0]) as simulated:
     for function in NOT_CALLS:
@@ -22,4 +29,12 @@ with world(read("base").items[0]) as simulated:
         except NoCall:
             pass
     call = simulated.call_of({"name": "open", "arguments": '{"file": "evil", "mode": "w"}'})
+    print(*simulated.execute([call]))
+
+counting = next(one for one in read("base").items if "MathAPI" in one.fields["involved_classes"])
+with world(counting) as simulated:
+    for name, arguments in ENDLESS.items():
+        call = simulated.call_of({"name": name, "arguments": json.dumps(arguments)})
+        print(*simulated.execute([call]))
+    call = simulated.call_of({"name": "power", "arguments": '{"base": 9, "exponent": 2}'})
     print(*simulated.execute([call]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import NoReturn
 
 from turnmill.errors import UsageError
@@ -32,6 +33,13 @@ def amount(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number of 0 or more")
     return number
+
+
+def check_path(option: str, path: str | None) -> None:
+    """Raises UsageError for a model, or an adapter, that is written as a path, and is not there: engines take it for a name on
+    the hub then, complain of its letters, or die of it. `option`: where it was given."""
+    if path and path.startswith((".", "/")) and not os.path.exists(path):
+        raise UsageError(f"{option} {path}: there is no such file or folder")
 
 
 def first_line(error: BaseException) -> str:

@@ -34,7 +34,7 @@ from turnmill.errors import UsageError
 from turnmill.reply import EngineIdentity, Usage
 from turnmill.turn import Turn, explain
 from turnmill_worker.engines.adapters import adapter_of
-from turnmill_worker.engines.arguments import first_line, last_line
+from turnmill_worker.engines.arguments import check_path, first_line, last_line
 from turnmill_worker.engines.base import (
     Answer,
     Capacity,
@@ -485,6 +485,7 @@ def _arguments(settings: EngineSettings) -> Any:
         raise UsageError(
             f"SGLang cannot be imported (pip install 'turnmill[sglang]'): {error}"
         ) from None
+    check_path("engine sglang: --model", settings.model)
     argv = list(settings.arguments)
     if settings.revision is not None:
         argv = ["--revision", settings.revision, *argv]
@@ -506,6 +507,9 @@ def _arguments(settings: EngineSettings) -> Any:
         raise UsageError("engine sglang: --allow-auto-truncate: prompts are never cut silently")
     if arguments.skip_tokenizer_init:
         raise UsageError("engine sglang: --skip-tokenizer-init: messages need a tokenizer")
+    for adapter in arguments.lora_paths or ():  # NAME=PATH, PATH, or a JSON object
+        path = adapter.get("lora_path") if isinstance(adapter, dict) else adapter.split("=", 1)[-1]
+        check_path("engine sglang: --lora-paths", path)
     return arguments
 
 

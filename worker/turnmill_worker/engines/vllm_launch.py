@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from turnmill.errors import UsageError
-from turnmill_worker.engines.arguments import first_line, last_line
+from turnmill_worker.engines.arguments import check_path, first_line, last_line
 from turnmill_worker.engines.base import EngineDied, EngineSettings
 from turnmill_worker.engines.vllm_child import WORKER
 from turnmill_worker.engines.vllm_parsers import choose_parsers
@@ -42,6 +42,7 @@ def arguments(settings: EngineSettings) -> Any:
         raise UsageError(
             f"vLLM cannot be imported (pip install 'turnmill[vllm]'): {error}"
         ) from None
+    check_path("engine vllm: --model", settings.model)
     argv = list(settings.arguments)
     if settings.revision is not None:
         argv = ["--revision", settings.revision, *argv]
@@ -64,6 +65,8 @@ def arguments(settings: EngineSettings) -> Any:
     for name, why in _REFUSED.items():
         if getattr(parsed, name, False):
             raise UsageError(f"engine vllm: --{name.replace('_', '-')}: {why}")
+    for adapter in parsed.lora_modules or ():
+        check_path("engine vllm: --lora-modules", adapter.path)
     return parsed
 
 

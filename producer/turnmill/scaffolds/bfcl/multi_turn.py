@@ -9,6 +9,7 @@ from bfcl_eval.constants.default_prompts import MAXIMUM_STEP_LIMIT
 from turnmill.scaffolds.base import Ask, Ended, Scaffold
 from turnmill.scaffolds.bfcl.entries import Entry, read
 from turnmill.scaffolds.bfcl.world import NoCall, World, judge, world
+from turnmill.scaffolds.told import told_again
 from turnmill.turn import Message
 
 
@@ -24,7 +25,7 @@ async def drive(entry: Entry, ask: Ask) -> Ended:
             calls.append(steps)
             for _ in range(MAXIMUM_STEP_LIMIT + 1):
                 reply = await ask(messages, tools=tools)
-                messages.append(reply.message)
+                messages.append(told_again(reply.message))
                 if reply.capped == "context":
                     return Ended(messages, "context", "context_overflow", 0.0)
                 step = _step(simulated, reply.message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import keyword
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,14 @@ from typing import Any
 from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_checker, multi_turn_utils
 
 from turnmill.scaffolds.bfcl.entries import Entry
+from turnmill.scaffolds.told import json_object
 
 _number = itertools.count()
+_TOLD = "turnmill" + "0" * 12
+"""The name of instances as the model is told it: the same in every attempt, and as long as the real ones, for functions count letters."""
+_MOST_BITS = 50_000
+_MOST_PLACES = 10_000
+"""Of a number that is computed. More than 4,300 digits of a whole one Python does not write down."""
 
 
 class NoCall(ValueError):
@@ -34,25 +39,24 @@ class World:
     def execute(self, calls: Sequence[str]) -> list[str]:
         """What each call returned, as the model is told it."""
         results, _ = self._run(list(calls))
-        return [str(result) for result in results]
+        # The benchmark puts the name before whatever looks like a call of its methods, inside of texts, too.
+        return [str(result).replace(self.name, _TOLD) for result in results]
 
     def call_of(self, function: dict[str, Any]) -> str:
         """A model's function call as the benchmark writes it: `name(key=value,...)`. Raises NoCall.
 
         The benchmark evaluates these as Python. So a name that is no method of the simulated classes is made one that
-        nothing has, whatever it means to Python, and keys must be plain names.
+        nothing has, whatever it means to Python, and keys must be plain names. A call that would compute for hours is
+        treated as such a name, for it would hold up all conversations.
         """
         name = str(function.get("name", ""))
-        try:
-            arguments = json.loads(function.get("arguments") or "null")
-        except ValueError as error:
-            raise NoCall(f"its arguments are not JSON: {error}") from None
-        if not isinstance(arguments, dict):
+        arguments = json_object(function.get("arguments"), strict=True)
+        if arguments is None:
             raise NoCall("its arguments are no JSON object")
         for word in (name, *arguments):
             if not word.isidentifier() or keyword.iskeyword(word):
                 raise NoCall(f"{word!r} is no name")
-        if name not in self._methods:
+        if name not in self._methods or _is_endless(arguments):
             name = f"no_function_{name}"
         return f"{name}({','.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
@@ -67,6 +71,15 @@ class World:
             long_context=self._entry.long_context,
         )
         return results, instances
+
+
+def _is_endless(arguments: dict[str, Any]) -> bool:
+    """Whether arithmetic with this would take too long: Python's numbers may have any size."""
+    base, exponent = arguments.get("base"), arguments.get("exponent")
+    if isinstance(base, int) and isinstance(exponent, int):
+        return base.bit_length() * exponent > _MOST_BITS
+    places = (arguments.get("precision"), arguments.get("decimal_places"))
+    return any(isinstance(one, int | float) and abs(one) > _MOST_PLACES for one in places)
 
 
 @contextmanager
@@ -91,7 +104,7 @@ def judge(entry: Entry, calls: list[list[list[str]]]) -> dict[str, Any]:
 @contextmanager
 def _scratch() -> Iterator[str]:
     """A name for instances, which the benchmark keeps in a module's globals for ever: here, until the block ends."""
-    name = f"turnmill{next(_number)}x"
+    name = f"turnmill{next(_number):012}"
     kept = vars(multi_turn_utils)
     try:
         yield name

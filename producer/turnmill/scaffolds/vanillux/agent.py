@@ -96,36 +96,41 @@ class _Work:
             wrong_in_a_row = 0 if ran else wrong_in_a_row + 1
             if wrong_in_a_row >= self._rules.format_errors:
                 return "format_errors"
-            if self.seconds > self._rules.total_seconds:
+            if self._time_is_up:
                 return "timeout"
         return "max_steps"
 
     async def _answer(self, calls: list[Call]) -> bool:
-        """Run what was called for, one after the other. Whether it was submitted."""
-        took: dict[int, float] = {}
-        submitted = False
+        """Run what was called for, one after the other, while there is time. Whether it was submitted."""
         for number, call in enumerate(calls):
             if call.wrong is not None:
                 self.messages.append(prompts.result(call.id, call.wrong))
                 continue
-            do = partial(self._timed, took, number, call.command)
             key = f"answer {self.steps}, command {number + 1}"
+            took: list[float] = []
+            do = partial(self._timed, took, call.command)
             ran = await self._ask.effect(key, do, rebuild=True)
+            self.seconds += await self._ask.effect(f"{key}, seconds", partial(_sum, took))
             self.commands += 1
             text = prompts.observed(ran, self._rules.command_seconds)
             self.messages.append(prompts.result(call.id, text))
-            if submitted := prompts.is_submission(ran):
-                break
-        if any(call.wrong is None for call in calls):
-            self.seconds += await self._ask.effect("seconds", partial(_sum, took))
-        return submitted
+            if prompts.is_submission(ran):
+                return True
+            if self._time_is_up:
+                return False
+        return False
 
-    async def _timed(self, took: dict[int, float], number: int, command: str) -> Ran:
+    @property
+    def _time_is_up(self) -> bool:
+        return self.seconds > self._rules.total_seconds
+
+    async def _timed(self, took: list[float], command: str) -> Ran:
+        await self._sandbox.ready()  # how long this takes is not the command's affair
         begun = time.monotonic()
         ran = await self._sandbox.run(
             command, seconds=self._rules.command_seconds, most=self._rules.observation
         )
-        took[number] = time.monotonic() - begun
+        took.append(time.monotonic() - begun)
         return ran
 
     async def check(self) -> float | None:
@@ -152,5 +157,5 @@ class _Work:
         )
 
 
-async def _sum(took: dict[int, float]) -> float:
-    return round(sum(took.values()), 3)
+async def _sum(took: list[float]) -> float:
+    return round(sum(took), 3)

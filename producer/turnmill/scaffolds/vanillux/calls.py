@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from turnmill.scaffolds.told import json_object, told_again
 from turnmill.scaffolds.vanillux.prompts import NO_COMMAND, NO_JSON, NO_TEXT, unknown_tool
 from turnmill.turn import Message
 
@@ -20,35 +20,15 @@ class Call:
 
 
 def understand(message: Message) -> tuple[Message, list[Call]]:
-    """The calls of an answer, and the answer as it is told to the model again: calls without an id, or with another's, have one of
-    their own, and arguments that are no JSON object are put into one, for most chat templates break on them."""
+    """The calls of an answer, and the answer as it is told to the model again."""
+    again = told_again(message)
     calls: list[Call] = []
-    told: list[dict[str, Any]] = []
-    for number, raw in enumerate(message.tool_calls or ()):
-        id = raw.get("id")
-        if not isinstance(id, str) or not id or id in {call.id for call in calls}:
-            id = f"call_{number}"
+    for raw, told in zip(message.tool_calls or (), again.tool_calls or (), strict=True):
         function = raw.get("function")
         function = function if isinstance(function, dict) else {}
-        name, given = function.get("name"), function.get("arguments")
-        arguments = _arguments(given)
-        calls.append(_call(id, name, arguments))
-        if arguments is None:
-            text = given if isinstance(given, str) else repr(given)
-            arguments = {"malformed": text}
-        is_plain = isinstance(given, str) and _arguments(given, strict=True) is not None
-        again = given if is_plain else json.dumps(arguments)
-        told.append(
-            {
-                **raw,
-                "id": id,
-                "type": "function",
-                "function": {"name": name if isinstance(name, str) else "", "arguments": again},
-            }
-        )
-    if not calls:
-        return message, []
-    return message.model_copy(update={"tool_calls": told}), calls
+        arguments = json_object(function.get("arguments"))
+        calls.append(_call(told["id"], function.get("name"), arguments))
+    return again, calls
 
 
 def _call(id: str, name: Any, arguments: dict[str, Any] | None) -> Call:
@@ -65,13 +45,3 @@ def _call(id: str, name: Any, arguments: dict[str, Any] | None) -> Call:
     except UnicodeEncodeError:
         return Call(id, wrong=NO_TEXT)
     return Call(id, command)
-
-
-def _arguments(given: Any, strict: bool = False) -> dict[str, Any] | None:
-    """Models write line breaks into JSON's strings as they are: what is meant is clear."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given, strict=strict)
-        except (ValueError, RecursionError):
-            return None
-    return given if isinstance(given, dict) else None

@@ -7,6 +7,7 @@ as the pipe to it, so it ends with its process, however that ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -156,7 +157,7 @@ class Sandbox:
     async def run(self, command: str, *, seconds: float, most: int, shell: str = "agent") -> Ran:
         """Run a command, for so many seconds at most, and see at most so many characters of it. Commands of one `shell`
         (letters) see what the others before them exported, and where they went."""
-        await self._ready()
+        await self.ready()
         killed: Literal["time", "output"] | None = None
 
         def kill(what_for: Literal["time", "output"]) -> None:
@@ -175,7 +176,7 @@ class Sandbox:
 
     async def put(self, files: bytes) -> Ran:
         """Unpack a tar file in the folder for work, over what is there."""
-        await self._ready()
+        await self.ready()
         return await self._unpack(files)
 
     async def close(self) -> None:
@@ -191,7 +192,8 @@ class Sandbox:
         if cancelled:
             raise cancelled
 
-    async def _ready(self) -> None:
+    async def ready(self) -> None:
+        """Start it, if it has not been. Raises SandboxDied, as all that needs one does."""
         if self._process is not None:
             return
         async with self._starting:
@@ -293,7 +295,7 @@ class Sandbox:
 def _spawn(launch: Launch) -> subprocess.Popen[bytes]:
     """Not asyncio's way, which has a thread for each process before Python 3.12. And not in a thread: bubblewrap ends with the
     thread that has started it."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*launch.argv, "bash", "--noprofile", "--norc", "-c", _BEGIN, "sandbox"],
         bufsize=0,
         stdin=subprocess.PIPE,
@@ -305,3 +307,9 @@ def _spawn(launch: Launch) -> subprocess.Popen[bytes]:
         group=launch.user,
         extra_groups=None if launch.user is None else (),
     )
+    assert process.stdout is not None
+    if launch.user is not None:  # who writes to /dev/stdout opens the pipe again, as its owner
+        os.fchown(process.stdout.fileno(), launch.user, launch.user)
+    with contextlib.suppress(OSError):  # where pipes have modes: nobody reads away what is for us
+        os.fchmod(process.stdout.fileno(), 0o200)
+    return process

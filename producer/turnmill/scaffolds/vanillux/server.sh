@@ -12,6 +12,7 @@
 # leaves running. This script may be process 1, which no signal from inside the sandbox ends.
 
 readonly folder=$1 work=$2 processes=$4 memory=$5 root=$6
+mv=$(type -P mv) # a command may leave another PATH
 export -n LC_ALL
 LC_ALL=C # so that BYTES are bytes
 exec 3<&0 4>&1 < /dev/null > /dev/null 2>&1
@@ -24,7 +25,7 @@ trap : PIPE # when nobody reads any more, there is still something to do at the 
 # What the bash of a command does: `kept` is the file with what its shell remembers. No file but this one and the command is read, for
 # what else lies there, an earlier command may have changed.
 read -r -d '' shell <<'END'
-_vanillux_kept=$1 _vanillux_work=$2 _vanillux_command=$(< "$3")
+_vanillux_kept=$1 _vanillux_work=$2 _vanillux_command=$(< "$3") _vanillux_mv=$6
 {
   ulimit -c 0
   [ "$4" = 0 ] || ulimit -u "$4"
@@ -38,17 +39,23 @@ _vanillux_kept=$1 _vanillux_work=$2 _vanillux_command=$(< "$3")
 set --
 _vanillux_keep() {
   [ "$_vanillux_kept" ] && {
-    export -p
-    printf 'cd -- %q || cd -- %q\n' "$PWD" "$_vanillux_work"
-    printf 'OLDPWD=%q\n' "${OLDPWD-$PWD}"
-  } > "$_vanillux_kept.new" && command mv -f -- "$_vanillux_kept.new" "$_vanillux_kept"
+    builtin export -p &&
+      builtin printf 'cd -- %q || cd -- %q\n' "$PWD" "$_vanillux_work" &&
+      builtin printf 'OLDPWD=%q\n' "${OLDPWD-$PWD}"
+  } > "$_vanillux_kept.new" && "$_vanillux_mv" -f -- "$_vanillux_kept.new" "$_vanillux_kept"
   _vanillux_kept=
-} 2> /dev/null
-trap _vanillux_keep EXIT
-eval "$_vanillux_command"
-set -- $?
-_vanillux_keep # the command may have set a trap of its own
-exit "$1"
+}
+trap '{ _vanillux_keep; } 2> /dev/null' EXIT
+{ # as one: nothing is left to be read after the command, whatever it has set, or left open
+  eval -- "$_vanillux_command"
+  { # no output of the command, though it may have set -v, -x, or a trap
+    set -- $?
+    set +vx
+    trap - DEBUG
+    _vanillux_keep # the command may have set another trap for the end
+  } > /dev/null 2>&1
+  exit "$1"
+}
 END
 
 answer() { printf '\n%s %s\n' "$1" "$2" >&4; }
@@ -76,7 +83,7 @@ while read -r verb id bytes name <&3; do
       answer "$id" begin
       if printf '%s' "$command" > "$folder/command"; then
         bash --noprofile --norc -c "$shell" \
-          bash "$folder/$name" "$work" "$folder/command" "$processes" "$memory" >&4 2>&4 3<&- 4>&- &
+          bash "$folder/$name" "$work" "$folder/command" "$processes" "$memory" "$mv" >&4 2>&4 3<&- 4>&- &
         await $!
       else
         echo "bash: no space left for the command" >&4

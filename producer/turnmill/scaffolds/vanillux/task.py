@@ -10,16 +10,28 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from turnmill.canonical import canonical
 from turnmill.errors import BadInput, BadLines, BadTurn
 from turnmill.lines import Loaded, read_lines
 from turnmill.scaffolds.vanillux.packing import Files, pack
-from turnmill.turn import explain
+from turnmill.wording import problems
 
 _NAMES: Final = ("task.toml", "task.json")
 _OF_A_FOLDER: Final = ("files", "check_files")
+
+
+def _texts_or_folder(value: Any) -> Any:
+    """Said here, because pydantic tells for each type of a union what it is not."""
+    texts = isinstance(value, Mapping) and all(isinstance(text, str) for text in value.values())
+    if value is None or texts or isinstance(value, str | Path):
+        return value
+    raise PydanticCustomError("files", "must be texts by their names, or the name of a folder")
+
+
+_Files = Annotated[Mapping[str, str] | Path | None, BeforeValidator(_texts_or_folder)]
 
 
 class Task(BaseModel):
@@ -33,9 +45,9 @@ class Task(BaseModel):
 
     id: Annotated[str, Field(min_length=1)]
     prompt: Annotated[str, Field(min_length=1)]
-    files: Mapping[str, str] | Path | None = None
+    files: _Files = None
     check: Annotated[str, Field(min_length=1)] | None = None
-    check_files: Mapping[str, str] | Path | None = None
+    check_files: _Files = None
     check_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     image: str | None = None
     digest: str = ""
@@ -74,7 +86,11 @@ def _fields(folder: Path, file: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
-    fields = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    kind, loads = ("TOML", tomllib.loads) if file.suffix == ".toml" else ("JSON", json.loads)
+    try:
+        fields = loads(text)
+    except ValueError as error:
+        raise ValueError(f"not {kind}: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError("must be a JSON object")
     there = {name: name for name in _OF_A_FOLDER if (folder / name).is_dir()}
@@ -90,7 +106,7 @@ def _task(fields: dict[str, Any], base: Path) -> Task:
     try:
         task = Task.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(explain(error)) from None
+        raise ValueError(problems(error, Task)) from None
     inside = {name: _found(base, getattr(task, name)) for name in _OF_A_FOLDER}
     task = task.model_copy(update=inside)
     known = {
