@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from turnmill.errors import BadInput, BadLines, UsageError
-from turnmill.settings import check_name
+from turnmill.settings import check_run
 from turnmill.spec import Attempt, Plan, RunSpec, plan, problem
 
 DEFAULTS: Final = "defaults"
@@ -68,12 +69,21 @@ class Suite:
             if tables and run.table not in tables:
                 continue
             try:
-                plans.append((run.table, plan(run.name, run.spec, out / run.name, attempt)))
-            except UsageError as error:
-                bad.append(BadInput(str(self.path), 0, f"[{run.table}] {error}"))
+                with self.naming(run.table):
+                    plans.append((run.table, plan(run.name, run.spec, out / run.name, attempt)))
+            except BadInput as error:
+                bad.append(error)
         if bad:
             raise BadLines(bad)
         return plans
+
+    @contextmanager
+    def naming(self, table: str) -> Iterator[None]:
+        """What is refused inside the block is refused with file and table. Raises BadInput for every UsageError."""
+        try:
+            yield
+        except UsageError as error:
+            raise BadInput(str(self.path), 0, f"[{table}] {error}") from error
 
 
 def read_suite(path: Path) -> Suite:
@@ -138,7 +148,7 @@ def _wrong(suite: str, tables: dict[str, Any]) -> Iterator[str]:
             continue
         name = _name(suite, table, merged)
         try:
-            check_name(name, "run")
+            check_run(name)
         except UsageError as error:
             yield f"[{table}] {error}"
         if (other := taken.setdefault(name, table)) != table:

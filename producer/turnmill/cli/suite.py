@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +31,9 @@ from turnmill.cli.driving import (
     look_ahead,
     say_left_out,
 )
-from turnmill.errors import BadInput, UsageError
 from turnmill.run import RunEnd
 from turnmill.spec import Attempt, Plan
-from turnmill.suite import read_suite
+from turnmill.suite import Suite, read_suite
 
 
 @click.command()
@@ -76,56 +73,47 @@ def suite(
         plans = found.plan(names, out, Attempt(again, extend, allow_mixed))
         for _, plan in plans:
             say_left_out(plan)
-        return lambda: work(found.name, plans)
+        return lambda: work(found, plans)
 
-    async def work(suite_name: str, plans: list[tuple[str, Plan]]) -> int:
+    async def work(a_suite: Suite, plans: list[tuple[str, Plan]]) -> int:
         async with a_place(redis_url, namespace, data) as place:
             for table, plan in plans:
-                with _its_table(file, table):
+                with a_suite.naming(table):
                     await check(plan, place)
             if dry_run:
                 outlooks = []
                 for table, plan in plans:
-                    with _its_table(file, table):
+                    with a_suite.naming(table):
                         outlooks.append((table, await look_ahead(plan, place)))
                 if as_json:
-                    _emit(suite_name, [(t, {"outlook": o.model_dump()}) for t, o in outlooks])
+                    _emit(a_suite.name, [(t, {"outlook": o.model_dump()}) for t, o in outlooks])
                 else:
                     terminal.print(Group(*(display.outlook_table(one) for _, one in outlooks)))
                 return 0
-            ends = await _drive_all(file, plans, place)
+            ends = await _drive_all(a_suite, plans, place)
         if as_json:
-            _emit(suite_name, [(table, _end(end)) for table, end in ends])
+            _emit(a_suite.name, [(table, _end(end)) for table, end in ends])
         else:
-            terminal.print(display.suite_table(suite_name, [end for _, end in ends]))
+            terminal.print(display.suite_table(a_suite.name, [end for _, end in ends]))
         return _code([end for _, end in ends])
 
     execute(prepare)
 
 
 async def _drive_all(
-    file: Path, plans: list[tuple[str, Plan]], place: Place
+    a_suite: Suite, plans: list[tuple[str, Plan]], place: Place
 ) -> list[tuple[str, RunEnd]]:
     """How the runs ended; none is driven after one that was cancelled."""
     ends: list[tuple[str, RunEnd]] = []
     for number, (table, plan) in enumerate(plans, start=1):
         err.print(f"run {plan.name} ({number} of {len(plans)})", soft_wrap=True)
-        with _its_table(file, table):
+        with a_suite.naming(table):
             end = await drive(plan, place)
         err.print(display.end_line(end), soft_wrap=True)
         ends.append((table, end))
         if end.cancelled:
             break
     return ends
-
-
-@contextlib.contextmanager
-def _its_table(file: Path, table: str) -> Iterator[None]:
-    """What a run refuses is said with its table."""
-    try:
-        yield
-    except UsageError as error:
-        raise BadInput(str(file), 0, f"[{table}] {error}") from error
 
 
 def _code(ends: list[RunEnd]) -> int:
