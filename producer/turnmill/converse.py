@@ -67,8 +67,9 @@ async def converse(
     finally:
         await session.close()
     # Whatever the scaffold made of it.
-    if _is_cancelled():
-        raise asyncio.CancelledError
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError  # the run ends, and the next attempt goes on
     if session.cancelled is not None:
         ended = session.cancelled
     elif session.stopped or isinstance(ended, Stopped):
@@ -136,17 +137,9 @@ def _result(
 
 
 def _ends_the_run(error: BaseException) -> bool:
-    if isinstance(error, asyncio.CancelledError):
-        return _is_cancelled()
     if isinstance(error, TurnmillError):
         return not isinstance(error, TurnFailed | RecordError | UsageError)
     return isinstance(error, KeyboardInterrupt)
-
-
-def _is_cancelled() -> bool:
-    """Whether the run ends, and this conversation with it: the next attempt goes on."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _foremost(error: BaseException) -> BaseException:
