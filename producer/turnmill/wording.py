@@ -9,7 +9,7 @@ from typing import Final
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from turnmill.turn import MOST_EXPLAINED, Sampling
+from turnmill.turn import MOST_EXPLAINED, Sampling, explain
 
 _SHOWN: Final = 3
 _WORDS: Final = {
@@ -29,7 +29,7 @@ def problems(
     have another name where they were read."""
     count = error.error_count()
     if count > MOST_EXPLAINED:
-        return f"{count} values are wrong"
+        return explain(error)
     items = error.errors(include_url=False, include_input=False)
     texts = [problem(item, of, called) for item in items[:_SHOWN]]
     if count > _SHOWN:

@@ -22,8 +22,7 @@ def told_again(message: Message) -> Message:
             while id in ids:
                 id += "_"
         ids.add(id)
-        function = raw.get("function")
-        function = function if isinstance(function, dict) else {}
+        function = function_of(raw)
         name = function.get("name")
         again = {
             "name": name if isinstance(name, str) else "",
@@ -31,6 +30,12 @@ def told_again(message: Message) -> Message:
         }
         told.append({**raw, "id": id, "type": "function", "function": again})
     return message.model_copy(update={"tool_calls": told})
+
+
+def function_of(call: dict[str, Any]) -> dict[str, Any]:
+    """What a call names: `name` and `arguments`, of which nothing need be right."""
+    function = call.get("function")
+    return function if isinstance(function, dict) else {}
 
 
 def json_object(given: Any, strict: bool = False) -> dict[str, Any] | None:

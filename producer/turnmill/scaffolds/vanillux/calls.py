@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from turnmill.scaffolds.told import json_object, told_again
+from turnmill.scaffolds.told import function_of, json_object, told_again
 from turnmill.scaffolds.vanillux.prompts import NO_COMMAND, NO_JSON, NO_TEXT, unknown_tool
 from turnmill.turn import Message
 
@@ -24,8 +24,7 @@ def understand(message: Message) -> tuple[Message, list[Call]]:
     again = told_again(message)
     calls: list[Call] = []
     for raw, told in zip(message.tool_calls or (), again.tool_calls or (), strict=True):
-        function = raw.get("function")
-        function = function if isinstance(function, dict) else {}
+        function = function_of(raw)
         arguments = json_object(function.get("arguments"))
         calls.append(_call(told["id"], function.get("name"), arguments))
     return again, calls
