@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from redis.asyncio import Redis
@@ -36,6 +38,19 @@ asyncio.run(hold())
 def start_holder(farm: Farm, key: str) -> subprocess.Popen[bytes]:
     line = [sys.executable, "-c", HOLDER, farm.url, key]
     return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+@asynccontextmanager
+async def a_holder(farm: Farm, key: str) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """A process that holds the key; killed at the end of the block, and looked after."""
+    holder = start_holder(farm, key)
+    try:
+        assert holder.stdout is not None
+        assert await asyncio.to_thread(holder.stdout.readline) == b"holds it\n"
+        yield holder
+    finally:
+        holder.kill()
+        holder.communicate()
 
 
 @pytest.fixture
@@ -72,16 +87,10 @@ async def test_two_runs_do_not_know_each_other(client: Redis, farm: Farm) -> Non
 async def test_the_hold_of_a_killed_process_is_taken_over_at_once(
     client: Redis, farm: Farm, key: str
 ) -> None:
-    holder = start_holder(farm, key)
-    try:
-        assert holder.stdout is not None
-        assert await asyncio.to_thread(holder.stdout.readline) == b"holds it\n"
+    async with a_holder(farm, key) as holder:
         with pytest.raises(RunInUse, match=f"process {holder.pid} "):
             async with sole_producer(client, key, "run"):
                 pass
-    finally:
-        holder.kill()
-        holder.communicate()
     assert await client.pttl(key) > 5_000
     async with sole_producer(client, key, "run") as usurped:
         assert not usurped.done()
@@ -91,18 +100,12 @@ async def test_who_was_killed_holds_nothing_before_its_parent_knows(
     client: Redis, farm: Farm, key: str
 ) -> None:
     """A container's first process may never look after children."""
-    holder = start_holder(farm, key)
-    try:
-        assert holder.stdout is not None
-        assert await asyncio.to_thread(holder.stdout.readline) == b"holds it\n"
+    async with a_holder(farm, key) as holder:
         holder.kill()
         # It has ended, and stays a zombie.
         await asyncio.to_thread(os.waitid, os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
         async with sole_producer(client, key, "run"):
             pass
-    finally:
-        holder.kill()
-        holder.communicate()
 
 
 async def test_a_process_number_that_came_back_is_not_taken_for_the_holder(
